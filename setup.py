@@ -1,5 +1,5 @@
-"""Builds pyruntime._C, the C++ core, against the torch that is installed, and for a torch with CUDA or ROCm
-the kernels of csrc/cuda; for the rest see pyproject.toml."""
+"""Builds pyruntime._C, the C++ core, against the installed torch, and for a torch with CUDA or ROCm also the
+kernels of csrc/cuda. Everything else is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT / "tools"))  # not there where pip runs this file
+sys.path.insert(0, str(ROOT / "tools"))  # missing when pip runs this file
 import build_cuda  # noqa: E402
 import build_hip  # noqa: E402
 import python_headers  # noqa: E402
@@ -30,14 +30,14 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise SystemExit(
-        "pyruntime is built against the torch of its environment, and none is seen here: pip hides it from a "
-        f"build unless told not to. Run `pip install torch=={torch_versions.DEFAULT} setuptools wheel ninja` "
+        "pyruntime is built against the torch of its environment, and none was found: pip hides it from a "
+        f"build by default. Run `pip install torch=={torch_versions.DEFAULT} setuptools wheel ninja` "
         "and then pip again with --no-build-isolation."
     ) from None
 
 
 def sources() -> list[str]:
-    """All of csrc but csrc/cuda, whose kernels nvcc or hipcc builds into a library of their own."""
+    """Returns all of csrc except csrc/cuda, whose kernels nvcc or hipcc builds into a separate library."""
     found = sorted(
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "csrc").rglob("*.cpp")
@@ -49,16 +49,16 @@ def sources() -> list[str]:
 
 
 def extension():
-    """The one extension module.
+    """Returns the extension module.
 
-    torch's headers are system headers (-isystem), so that our warnings do not fire in them. torch's version
-    is a macro, so that ninja, which does not watch system headers, rebuilds everything when torch changes.
+    torch's headers are system headers (-isystem), so our warnings do not apply to them. ninja does not watch
+    system headers; torch's version is a macro, so that a new torch rebuilds everything.
     """
     built = CppExtension(
         name="pyruntime._C",
         sources=sources(),
         extra_compile_args=[
-            "-std=c++20",  # what torch 2.13 asks for, said here so that the precompiled header is built alike
+            "-std=c++20",  # required by torch 2.13; explicit, so that the precompiled header uses it too
             "-O3",
             "-g0",
             "-Wall",
@@ -78,16 +78,15 @@ def extension():
 
 
 class Build(BuildExtension):
-    """torch's builder; a build in place (development) turns warnings into errors, unless it is told to be
-    lenient to them, and is made to be repeated.
+    """torch's builder, with warnings as errors in a build in place (development) unless --lenient is given.
 
-    The objects of a build in place lie under build/ whoever asks for it (`setup.py build_ext --inplace` or
-    `pip install -e .`), in a folder for each Python and torch, so that ninja rebuilds only what changed.
+    The objects of a build in place (`setup.py build_ext --inplace` or `pip install -e .`) are under build/,
+    in a folder for each Python and torch, so that ninja rebuilds only changed files.
     """
 
     user_options: ClassVar = [
         *BuildExtension.user_options,
-        ("lenient", None, "in place too, warnings are no errors: for a compiler that is not the project's"),
+        ("lenient", None, "warnings are no errors in place either: for a compiler that is not the project's"),
     ]
     boolean_options: ClassVar = [*BuildExtension.boolean_options, "lenient"]
 
@@ -111,27 +110,26 @@ class Build(BuildExtension):
             (ext,) = self.extensions
             ext.extra_compile_args = [*ext.extra_compile_args, *self.precompiled_header()]
         super().build_extensions()
-        # What the import compares with the torch that it finds (pyruntime/comm/core.py).
+        # The import compares this version with the torch that it finds (pyruntime/comm/core.py).
         (self.package_folder / "torch_version.txt").write_text(f"{torch.__version__}\n")
-        # Another torch has nothing to give to the kernels.
+        # A torch for CPUs cannot use kernels.
         if torch.version.hip:
             self.build_hip_kernels()
         elif torch.version.cuda:
             self.build_cuda_kernels()
 
     def build_cuda_kernels(self) -> None:
-        """The kernels of csrc/cuda, where nvcc is; without it the build is one for CPUs, and the doctor says
-        so."""
+        """Builds the kernels of csrc/cuda if nvcc is there; otherwise the build is for CPUs, as doctor
+        says."""
         if build_cuda.find_nvcc() is not None:
             self.build_kernels("CUDA", build_cuda, strict=self.for_development)
 
     def build_hip_kernels(self) -> None:
-        """The kernels of csrc/cuda for GPUs of AMD. Warnings never are errors: ROCm's compilers differ more
-        than one has tried."""
+        """Builds the kernels of csrc/cuda for AMD GPUs. Warnings are no errors: ROCm's compilers differ."""
         if build_hip.find_hipcc() is None:
             warnings.warn(
-                f"torch {torch.__version__} is for ROCm {torch.version.hip} and hipcc was not found, so the "
-                "build is one for CPUs: put the hipcc of that ROCm on PATH, or name its folder in ROCM_PATH, "
+                f"torch {torch.__version__} is for ROCm {torch.version.hip} and hipcc was not found, so this "
+                "build is for CPUs: put the hipcc of that ROCm on PATH, or name its folder in ROCM_PATH, "
                 "and build again.",
                 stacklevel=1,
             )
@@ -140,12 +138,13 @@ class Build(BuildExtension):
 
     @property
     def package_folder(self) -> Path:
-        """Where the extension is put, and what belongs beside it."""
-        # Not self.inplace: setuptools clears that while it builds.
+        """The folder of the extension and the files beside it."""
+        # Not self.inplace: setuptools clears it during the build.
         return (ROOT if self.for_development else Path(self.build_lib).resolve()) / "pyruntime"
 
     def build_kernels(self, kind: str, how: ModuleType, strict: bool) -> None:
-        """An installation, whose compiler may be any, goes on without them; a build in place does not."""
+        """Builds kernels. If that fails, an installation, with any compiler, continues without; in place it
+        ends."""
         try:
             how.build(self.package_folder / how.LIBRARY.name, strict=strict)
         except RuntimeError as error:
@@ -156,8 +155,8 @@ class Build(BuildExtension):
     def precompiled_header(self) -> list[str]:
         """Parses csrc/precompiled.h once for all sources, which halves the time of a full build; GCC only.
 
-        Returns the flags that make a source use it. Should GCC find that it does not fit a source, it says so
-        and reads the header itself.
+        Returns the flags that make a source use it. If it does not fit a source, GCC says so and reads the
+        header itself.
         """
         compiler = os.environ.get("CXX", "c++")
         version = subprocess.run([*shlex.split(compiler), "--version"], capture_output=True, text=True)
@@ -174,14 +173,14 @@ class Build(BuildExtension):
             made.unlink(missing_ok=True)
             header.write_text(text)
             if subprocess.run(command).returncode != 0:
-                raise SystemExit("csrc/precompiled.h does not compile; the compiler's message stands above.")
+                raise SystemExit("csrc/precompiled.h does not compile; see the compiler's message above.")
             made.write_text(recipe)
         return ["-include", str(header), "-Winvalid-pch", "-Wno-error=invalid-pch"]
 
 
 class BuildPython(build_py):
-    """The package, and in an installation the headers of the kernels: pyruntime/cuda/nvrtc_tiles.py
-    compiles them at run time. A build in place finds them in the source folder."""
+    """Copies the package, and in an installation the kernels' headers, which pyruntime/cuda/nvrtc_tiles.py
+    compiles at run time. A build in place finds them in the source folder."""
 
     def run(self) -> None:
         super().run()
@@ -195,15 +194,15 @@ class BuildPython(build_py):
 
 
 def portable_headers() -> list[Path]:
-    """What NVRTC reads: the kernels, the launchers' structures, and the CUDA dialect."""
+    """Returns the headers that NVRTC reads: kernels, the launchers' structures, and the CUDA dialect."""
     cuda = ROOT / "csrc" / "cuda"
     return sorted([*cuda.glob("*.h"), *(cuda / "portable").rglob("*.h"), *(cuda / "portable").rglob("*.cuh")])
 
 
 os.chdir(ROOT)
-# A compiler takes up to 1 GB: as many as there are cores, not ninja's two more.
+# A compiler takes up to 1 GB, so one for each core, not ninja's two more.
 os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
-# ninja of this Python's environment is found also where the environment is not activated.
+# Finds ninja of this Python's environment even if the environment is not activated.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 torch_versions.refuse_unknown(torch.__version__)
 setup(license="Apache-2.0", ext_modules=[extension()], cmdclass={"build_ext": Build, "build_py": BuildPython})

@@ -1,10 +1,10 @@
-"""This tree against another one: training steps, the MLP, importing and the first step, in turns.
+"""Compares this tree with another one: training steps, the MLP, importing and the first step, in turns.
 
     python -m bench.against FOLDER [--cases tp-dim256 mlp-512 ...] [--rounds 9] [--json FILE]
 
 FOLDER is a checkout of the project, built in place (`make build`), whose benches have the functions that
-`serve` calls. For each case the two ranks of both trees are started, and then train in turns: a tree whose
-turn it is not sleeps. No torchrun: this process starts the ranks.
+`serve` calls. For each case this process (not torchrun) starts two ranks of each tree. The trees then train
+in turns; the other one sleeps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TRAINED: dict[str, list[str]] = {
 }
 """Axes of two ranks, as flags of the trainer."""
 SHORT = {"dim256": 4, "dim1024": 1}
-"""Steps of a turn."""
+"""Steps of a turn, by preset."""
 STARTED: dict[str, list[str]] = {
     "import": ["-c", "import pyruntime"],
     "import-torch": ["-c", "import torch"],
@@ -41,21 +41,20 @@ STARTED: dict[str, list[str]] = {
         *("--config", "main", "--train.steps", "1", "--train.val_every", "0", "--output.run_dir", "{run}"),
     ],
 }
-"""Programs that are run whole; "import-torch" is the part of "import" that is not ours."""
+"""Programs that are run whole; "import-torch" is torch's part of "import"."""
 CASES = [
     *("mlp-512", "mlp-2048"),
     *(f"{name}-{dim}" for name in TRAINED for dim in DIMS),
     *STARTED,
 ]
 HOW = """\
-Seconds of a turn, the slowest rank's: medians over {rounds} rounds, in which both trees have a turn each, in
-shuffled order. this/other: the median of the ratios within a round and their quartiles; cpu: the same of
-processor time, summed over ranks, less noisy where other work runs. Above 1 this tree is slower."""
+Seconds of a turn on the slowest rank: medians over {rounds} rounds, in each of which both trees have a turn,
+in shuffled order. this/other: the median of the ratios within a round and their quartiles. cpu: the same for
+processor time, summed over ranks, which other work disturbs less. Above 1 this tree is slower."""
 
 
 def turn_of(case: str, folder: Path) -> tuple[Callable[[], object], Any]:
-    """A rank's work in a turn, and the runtime that it belongs to. By this tree or the other one:
-    whichever is on the path."""
+    """Returns a rank's work in a turn and its runtime, from the tree that is on the path."""
     from pyruntime import Runtime
 
     kind, size = case.split("-")
@@ -85,7 +84,7 @@ def turn_of(case: str, folder: Path) -> tuple[Callable[[], object], Any]:
 
 
 def serve(case: str, folder: Path) -> None:
-    """The life of a rank: a turn for each line that it reads, and its seconds in a line of its own."""
+    """Runs a rank: takes a turn for each line that it reads, and writes a line with the seconds."""
     import torch
 
     import pyruntime
@@ -103,7 +102,7 @@ def serve(case: str, folder: Path) -> None:
 
 
 class Tree:
-    """The ranks of one tree, asleep but for their turns."""
+    """The ranks of one tree, which sleep between their turns."""
 
     def __init__(self, root: Path, case: str, folder: Path) -> None:
         with socket.socket() as free:
@@ -126,7 +125,7 @@ class Tree:
         ]
 
     def turn(self) -> tuple[float, float]:
-        """Seconds of the slowest rank, and processor seconds of all."""
+        """Returns the slowest rank's seconds and the processor seconds of all ranks."""
         for rank in self._ranks:
             assert rank.stdin is not None
             rank.stdin.write("turn\n")
@@ -154,7 +153,7 @@ def environment(root: Path, **names: str) -> dict[str, str]:
 
 
 class Started:
-    """A program of one tree that a turn runs whole."""
+    """A program of one tree that each turn runs from start to end."""
 
     def __init__(self, root: Path, case: str, folder: Path) -> None:
         self._root, self._case, self._folder, self._turns = root, case, folder, 0
@@ -172,7 +171,7 @@ class Started:
         return time.perf_counter() - begin, cpu
 
     def close(self) -> None:
-        """Nothing runs between turns."""
+        """Does nothing: nothing runs between turns."""
 
 
 def measure(case: str, other: Path, rounds: int) -> dict[str, Any]:
@@ -184,7 +183,7 @@ def measure(case: str, other: Path, rounds: int) -> dict[str, Any]:
             name: kind(root, case, Path(folder, name)) for name, root in (("this", THIS), ("other", other))
         }
         try:
-            for round_ in range(-2, rounds):  # two to take memory and settle tiers
+            for round_ in range(-2, rounds):  # two to allocate memory and settle tiers
                 for name in random.Random(f"{case} {round_}").sample(sorted(trees), 2):
                     took = trees[name].turn()
                     if round_ >= 0:
@@ -222,7 +221,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="default: all")
     args = parser.parse_args()
     if not list(Path(args.other, "pyruntime").glob("_C.*.so")):
-        parser.error(f"{args.other} is no checkout that has been built; run `make build` in it.")
+        parser.error(f"{args.other} is not a built checkout; run `make build` in it.")
     report = Report(args, HOW.format(rounds=args.rounds))
     rows = []
     for case in args.cases:

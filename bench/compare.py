@@ -1,11 +1,11 @@
-"""pyruntime beside what people use today, on two ranks: the table of the README in one command.
+"""Compares pyruntime with PyTorch's own parallelism on two ranks, and makes the README's table.
 
     python -m bench.compare [--only linear pipeline] [--places host] [--json FILE] [--readme README.md]
 
-Runs bench.linear.run, bench.data_parallel.run and bench.pipeline.run, on one host and on two hosts of
-bench.netlab at 1gbit; in each of them all contenders take turns within every round. Prints a table in
-Markdown of what was measured now, and writes what the runs wrote, every round of it, to one file, in which
-what is not measured now stays; `--readme` shows all of that file. Under 12 minutes in all on two quiet cores.
+Runs bench.linear.run, bench.data_parallel.run and bench.pipeline.run on one host and on two hosts of
+bench.netlab at 1gbit. In each of them all contenders take turns within every round. Prints a Markdown table
+of this call's figures and writes all rounds to one file, where earlier figures of other tasks stay;
+`--readme` shows the whole file. Takes under 12 minutes on two quiet cores.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from bench.common.records import write_records
 
 RESULT = "bench/results/compare.json"
 MARKS = ("<!-- bench.compare -->", "<!-- end of bench.compare -->")
-"""The table stands between these in the README."""
+"""The lines around the table in the README."""
 
 
 class Figure(NamedTuple):
     seconds: float
-    """Median over rounds of the slowest rank's."""
+    """Median over rounds of the slowest rank's seconds."""
     of_limit: float
-    """Of the speed of ranks that exchange nothing, with the same model and framework."""
+    """Share of the speed of ranks that exchange nothing, with the same model and framework."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Task:
     module: str
     arguments: str
     tiny: str
-    """Arguments of a run that only shows that all of it works."""
+    """Arguments of a run that only shows that everything works."""
     figures: Callable[[dict[str, Any]], Mapping[str, Figure]]
     rows: Mapping[str, str]
-    """The contenders in the table's order: what the table calls them, what `figures` calls them."""
+    """The contenders in the table's order: {name in the table: name in `figures`}."""
 
 
 def of_linear(result: dict[str, Any]) -> dict[str, Figure]:
@@ -102,7 +102,7 @@ PLACES = {"host": "one host", "1gbit": "two hosts, 1gbit"}
 
 
 def command_of(task: Task, place: str, *, tiny: bool) -> list[str]:
-    """What measures a task in a place."""
+    """Returns the command that measures a task in a place."""
     arguments = shlex.split(task.tiny if tiny else task.arguments)
     if place == "host":
         return on_one_host(task.module, arguments)
@@ -110,12 +110,12 @@ def command_of(task: Task, place: str, *, tiny: bool) -> list[str]:
 
 
 def figures_of(name: str, document: dict[str, Any]) -> Mapping[str, Figure]:
-    """Of the last result, which for linears is that of forward and backward."""
+    """Returns the figures of the last result, which for linears is forward and backward."""
     return TASKS[name].figures(document["results"][-1])
 
 
 def table(runs: Mapping[str, Mapping[str, dict[str, Any]]]) -> str:
-    """In Markdown; `runs` are what was measured, by task and place."""
+    """Returns the Markdown table of `runs`, the results by task and place."""
     places = [place for place in PLACES if any(place in of_place for of_place in runs.values())]
     head = ["2 ranks, bf16", *(f"{PLACES[place]}: ms | of its limit" for place in places), "command"]
     lines = [" | ".join(head), " | ".join(["---"] * (2 * len(places) + 2))]
@@ -142,7 +142,7 @@ def write_readme(path: Path, text: str) -> None:
         rf"({begin}\n).*?({end})", lambda m: f"{m[1]}\n{text}\n\n{m[2]}", before, flags=re.DOTALL
     )
     if count != 1:
-        sys.exit(f"{path} must have {MARKS[0]} and {MARKS[1]} once; the table was not written there.")
+        sys.exit(f"{path} must have {MARKS[0]} and {MARKS[1]} exactly once; the table was not written.")
     path.write_text(after)
 
 
@@ -157,7 +157,7 @@ def arguments() -> argparse.Namespace:
 
 
 def _ms(seconds: float) -> str:
-    """Two digits at least, so that nothing takes 0 ms."""
+    """Returns milliseconds with at least two digits, so that nothing takes 0 ms."""
     milliseconds = seconds * 1e3
     return f"{milliseconds:.0f}" if milliseconds >= 10 else f"{milliseconds:.2g}"
 
@@ -168,7 +168,7 @@ def main() -> None:
     runs: dict[str, dict[str, Any]] = {}
     fresh: dict[str, dict[str, Any]] = {}
     if path.exists() and not args.tiny:
-        runs = json.loads(path.read_text())  # what is not measured now stays
+        runs = json.loads(path.read_text())  # results that are not measured now stay
     for name in args.only:
         for place in args.places:
             found = run(command_of(TASKS[name], place, tiny=args.tiny))

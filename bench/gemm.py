@@ -1,17 +1,16 @@
-"""Our bf16 GEMM beside the library's (torch.mm), for the three products of a linear layer on the CPU.
+"""Times our bf16 GEMM and the library's (torch.mm) for the three products of a linear layer on the CPU.
 
     python -m bench.gemm                                    one thread
-    torchrun --nproc-per-node 2 -m bench.gemm               two ranks of one thread at once, the slower one's
+    torchrun --nproc-per-node 2 -m bench.gemm               two ranks of one thread at once; the slower counts
 
-x [rows, k], a weight [n, k]: forward x W^T, dX = dY W, dW = dY^T x, and dW added to a gradient. Ours
-arranges its operands in every product, as a layer has it. Seconds are those of the processor
-(CLOCK_THREAD_CPUTIME_ID), which leave out what other programs take away; the two take turns, and the least of
-the rounds counts (of two rounds where a product takes half a second). Operands are random numbers, in memory
-that is mapped already.
+x [rows, k], a weight [n, k]: forward x W^T, dX = dY W, dW = dY^T x, and dW added to a gradient. Ours packs
+its operands in every product, as in a layer. Seconds are processor time (CLOCK_THREAD_CPUTIME_ID), without
+the time that other programs take. The two GEMMs take turns, and the fastest round counts (of two rounds if a
+product takes half a second). Operands are random numbers in memory that is already mapped.
 
---write puts ours into pyruntime/ops/gemm_tables.json where it makes at least 0.95 of the library's speed, in
-these figures and in those of the --json files that --beside names: in chunks ours is the faster one then, as
-it arranges a weight once for all of them.
+--write enters ours in pyruntime/ops/gemm_tables.json where it reaches at least 0.95 of the library's speed,
+in these figures and in the --json files of --beside. In chunks ours is then the faster one, because it packs
+a weight once for all chunks.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from pyruntime.tuning.gemms import LEAST_S, LIBRARY, OURS, contenders, seconds_o
 
 LEAST_RATIO = 0.95
 LONG_S = 0.5
-"""A product that takes so long is measured twice."""
+"""A product that takes this many seconds is measured only twice."""
 
 
 def measure(rows: int, k: int, n: int, rounds: int) -> list[dict[str, Any]]:
-    """A line for each product: on all ranks at once, the slowest one's seconds."""
+    """Measures on all ranks at once; returns a line for each product with the slowest rank's seconds."""
     lines = []
     _C.use_gemm(True)
     for product, runs in contenders(rows, k, n).items():
@@ -59,7 +58,7 @@ def measure(rows: int, k: int, n: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def largest(seconds: float) -> float:
-    """Over the ranks."""
+    """Returns the largest `seconds` of all ranks."""
     if not dist.is_initialized():
         return seconds
     box = torch.tensor(seconds, dtype=torch.float64)
@@ -68,7 +67,7 @@ def largest(seconds: float) -> float:
 
 
 def shown(lines: list[dict[str, Any]]) -> str:
-    """Library over ours, the worst of the points with those rows, and where it is."""
+    """Returns a table of library time over ours: the worst point for each number of rows, and where it is."""
     rows = []
     for name in dict.fromkeys(line["product"] for line in lines):
         for m in sorted({line["rows"] for line in lines}):
@@ -95,8 +94,8 @@ def shown(lines: list[dict[str, Any]]) -> str:
 
 
 def made(lines: list[dict[str, Any]], grid: GemmTable) -> GemmTable:
-    """Ours where it makes LEAST_RATIO of the library's speed, in every measurement of a point. dW goes by the
-    slower of its two forms."""
+    """Returns the table with ours where it reaches LEAST_RATIO of the library's speed in every measurement of
+    a point. For dW the slower of its two forms decides."""
     slowest: dict[tuple[str, int, int, int], float] = {}
     for line in lines:
         key = (line["product"].removesuffix(" +="), line["rows"], line["k"], line["n"])
@@ -104,7 +103,7 @@ def made(lines: list[dict[str, Any]], grid: GemmTable) -> GemmTable:
     missing = [point for point in grid.points() if ("dW", *point) not in slowest]
     if missing:
         sys.exit(
-            f"--write needs all points of the grid, and {len(missing)} were not measured, as {missing[0]}."
+            f"--write needs all points of the grid; {len(missing)} were not measured, such as {missing[0]}."
         )
     ours = frozenset(key for key, ratio in slowest.items() if ratio >= LEAST_RATIO)
     return GemmTable(grid.rows, grid.features, ours, datetime.date.today().isoformat())
@@ -115,13 +114,13 @@ def main() -> None:
     parser = parser_of(__doc__, rounds=3)
     parser.add_argument("--rows", type=int, nargs="+", default=grid.rows)
     parser.add_argument("--features", type=int, nargs="+", default=grid.features)
-    parser.add_argument("--write", action="store_true", help="put what it finds into the table")
+    parser.add_argument("--write", action="store_true", help="write the result into the table")
     parser.add_argument(
         "--beside", type=Path, nargs="*", default=[], help="figures of other runs, with --write"
     )
     args = parser.parse_args()
     if not _C.has_own_gemm():
-        sys.exit("This processor has no AVX512-BF16, or AMX: the library multiplies, and ours cannot.")
+        sys.exit("Our GEMM needs a processor with AVX512-BF16 and without AMX; here the library is used.")
     torch.set_num_threads(1)
     pyruntime.keep_freed_memory()
     if "RANK" in os.environ:

@@ -1,4 +1,4 @@
-// The only file that knows Python: one register call per domain, and the exceptions' Python types.
+// The only C++ file that knows Python: one register call per domain, and the exceptions' Python types.
 #include <ATen/ops/empty.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -19,11 +19,13 @@
 #include "core/late_report.h"
 #include "core/ledger/ledger.h"
 #include "core/ledger/peer_figures.h"
+#include "core/ledger/stream_clock.h"
 #include "cpu/compression/fp8.h"
 #include "cpu/compression/knapsack.h"
 #include "cpu/compression/quantize.h"
 #include "cpu/compression/top_k.h"
 #include "cpu/symmetric_memory.h"
+#include "ops/device/device_compression.h"
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/gemm_rule.h"
 #include "ops/line_exchange.h"
@@ -34,6 +36,7 @@
 #include "ops/weight_gradient.h"
 #include "symm_mem/operators.h"
 #include "transport/device/library.h"
+#include "transport/device/pairs.h"
 #include "transport/group.h"
 #include "transport/inside.h"
 
@@ -45,6 +48,7 @@ TORCH_LIBRARY(pyruntime, library) {
   pyruntime::register_linear(library);
   pyruntime::register_device_adamw(library);
   pyruntime::register_device_layers(library);
+  pyruntime::register_experts(library);
 }
 
 namespace pyruntime {
@@ -53,7 +57,7 @@ namespace {
 namespace py = pybind11;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
-// Without the GIL, wherever a group is looked up: who holds the registry may be waiting for the GIL.
+// Releases the GIL where a group is looked up: the holder of the registry's lock may wait for the GIL.
 template <typename Function>
 void def_unlocked(py::module_& m, const char* name, Function&& function) {
   m.def(name, std::forward<Function>(function), NoGil());
@@ -62,7 +66,7 @@ void def_unlocked(py::module_& m, const char* name, Function&& function) {
 // The Python exception types, by CommErrorKind. They live as long as the interpreter.
 PyObject* exception_types[4] = {};
 
-// Keeps its Python type wherever torch turns C++ exceptions into Python ones, in backward() too.
+// Keeps its Python type wherever torch turns C++ exceptions into Python ones, also in backward().
 struct PyCommError : public torch::PyTorchError {
   PyCommError(CommErrorKind kind, const std::string& message)
       : torch::PyTorchError(message), type(exception_types[static_cast<int>(kind)]) {}
@@ -80,7 +84,7 @@ void raise_pending_signal() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-// Ranks that are late are told of through Python's logging.
+// Late ranks are reported through Python's logging.
 void report_to(py::object warn) {
   // Leaked: a wait may report while the interpreter ends.
   auto* callback = new py::object(std::move(warn));
@@ -89,7 +93,7 @@ void report_to(py::object warn) {
     try {
       (*callback)(text);
     } catch (py::error_already_set& error) {
-      // Ctrl-C while a report is written ends the wait at its next look; a handler that raises is told of.
+      // Ctrl-C while a report is written ends the wait soon; a handler's exception is reported.
       if (error.matches(PyExc_KeyboardInterrupt)) {
         PyErr_SetInterrupt();
       } else {
@@ -116,7 +120,7 @@ void register_errors(py::object comm_error, py::object timeout, py::object peer_
   });
 }
 
-// What find() finds for each class, without the GIL, as convert() makes it Python's; by the class' name.
+// Calls find() without the GIL and convert()s the figures of each class to Python; by the name of the class.
 template <typename Find, typename Convert>
 py::dict by_class(const Find& find, const Convert& convert) {
   const auto found = [&] {
@@ -129,8 +133,23 @@ py::dict by_class(const Find& find, const Convert& convert) {
 }
 
 void bind_traffic(py::module_& m) {
-  m.def("group_stats_by_class",
-        [] { return by_class(&Group::all_stats, [](const CommStats& stats) { return py::cast(stats); }); });
+  m.def("group_stats_by_class", [] {
+    return by_class(
+        [] {
+          auto stats = Group::all_stats();
+          for (const auto& [of, seconds] : StreamClock::instance().waited_by_class()) {
+            stats[of].waiting_s += seconds;
+          }
+          return stats;
+        },
+        [](const CommStats& stats) { return py::cast(stats); });
+  });
+  // Without the waits of a device's stream.
+  def_unlocked(m, "waiting_on_host_s", [] {
+    double seconds = 0;
+    for (const auto& [of, stats] : Group::all_stats()) seconds += stats.waiting_s;
+    return seconds;
+  });
   m.def("traffic", [] {
     return by_class([] { return Arbiter::instance().figures(); },
                     [](const TrafficFigures& figures) {
@@ -159,8 +178,8 @@ void bind_traffic(py::module_& m) {
   });
 }
 
-// Entries as rows of doubles, which hold all of their numbers exactly: kind, axis, name, layer, peer, thread,
-// bytes, begin, wanted, end, from, left, arrived.
+// Entries as rows of doubles, which represent all of their numbers exactly: kind, axis, name, layer, peer,
+// thread, bytes, begin, wanted, end, from, left, arrived.
 at::Tensor rows_of(const std::vector<pyruntime::LedgerEntry>& entries) {
   at::Tensor rows = at::empty({static_cast<int64_t>(entries.size()), 13}, at::kDouble);
   double* row = rows.mutable_data_ptr<double>();
@@ -176,9 +195,27 @@ at::Tensor rows_of(const std::vector<pyruntime::LedgerEntry>& entries) {
   return rows;
 }
 
+void bind_stream_clock(py::module_& m) {
+  def_unlocked(m, "stream_clock_start",
+               [](const std::string& device) { StreamClock::instance().start(c10::Device(device)); });
+  def_unlocked(m, "stream_clock_stop", [] { StreamClock::instance().stop(); });
+  m.def("stream_clock_mark", [] { return StreamClock::instance().mark(); });
+  m.def("stream_clock_has_passed", [](int64_t point) { return StreamClock::instance().has_passed(point); });
+  // For each point (seconds of time.monotonic, seconds waited until then).
+  def_unlocked(m, "stream_clock_read", [](const std::vector<int64_t>& points) {
+    std::vector<std::pair<double, double>> result;
+    for (const auto& reading : StreamClock::instance().read(points)) {
+      result.emplace_back(reading.at, reading.waited);
+    }
+    return result;
+  });
+}
+
 void bind_ledger(py::module_& m) {
   using pyruntime::Ledger;
-  m.def("ledger_start", [](size_t capacity) { return Ledger::instance().start(capacity); });
+  m.def("ledger_start", [](size_t capacity, const std::string& device) {
+    return Ledger::instance().start(capacity, c10::Device(device));
+  });
   m.def("ledger_stop", [] { Ledger::instance().stop(); });
   m.def("ledger_take", [] {
     const Ledger::Taken taken = Ledger::instance().take();
@@ -201,7 +238,7 @@ void bind_ledger(py::module_& m) {
   m.def("ledger_set_layer", &Ledger::set_layer);
 }
 
-// What decides a tier, as Python has it: (op, rows, n, k, dtype, kind of device).
+// A TierKey in Python: (op, rows, n, k, dtype, kind of device).
 using KeyTuple = std::tuple<std::string, int64_t, int64_t, int64_t, at::ScalarType, std::string>;
 
 TierKey key_of(const KeyTuple& key) {
@@ -209,7 +246,7 @@ TierKey key_of(const KeyTuple& key) {
   return {op, rows, n, k, dtype, c10::Device(device).type()};
 }
 
-// Tiers, and what tuning found of them: (tier, chunks, tiles, [(choice, seconds)], date).
+// Tiers, and their tuned choices: (tier, chunks, tiles, [(choice, seconds)], date).
 void bind_tiers(py::module_& m) {
   using TunedTuple =
       std::tuple<std::string, int, std::string, std::vector<std::pair<std::string, double>>, std::string>;
@@ -228,7 +265,7 @@ void bind_tiers(py::module_& m) {
   m.def("clear_tuned_tiers", &clear_tuned_tiers);
 }
 
-// What ranks tell each other beside all ops, and who of them is missing.
+// Messages between ranks beside all ops, and the search for missing ranks.
 void bind_messages(py::module_& m) {
   def_unlocked(
       m, "join_job",
@@ -277,8 +314,12 @@ void bind_comm(py::module_& m) {
       .def_readonly("waiting_s", &CommStats::waiting_s, "seconds spent waiting for a peer")
       .def_readonly("moving_s", &CommStats::moving_s, "seconds spent copying and summing");
   m.def("register_errors", &register_errors);
-  def_unlocked(m, "stats", [](const std::string& group) { return Group::get(group).stats(); });
-  // begin: seconds of time.monotonic.
+  def_unlocked(m, "stats", [](const std::string& group) {
+    CommStats stats = Group::get(group).stats();
+    stats.waiting_s += StreamClock::instance().waited_in(group);
+    return stats;
+  });
+  // begin: seconds of time.monotonic().
   def_unlocked(m, "count_all_to_all", [](const std::string& group, int64_t bytes, double begin) {
     Group::get(group).count_collective(pyruntime::Op::kAllToAll, bytes, begin);
   });
@@ -337,11 +378,15 @@ void bind_comm(py::module_& m) {
   def_unlocked(m, "leave_job", [] {
     FailureBoard::instance().leave();
     JobRanks::instance().forget();
+    PeerTable::instance().forget();
   });
   bind_messages(m);
   bind_traffic(m);
   // Without the GIL: a process group's destructor may join threads that want it.
-  def_unlocked(m, "close_group", &Group::close);
+  def_unlocked(m, "close_group", [](const std::string& group) {
+    Group::close(group);
+    StreamClock::instance().forget(group);
+  });
   def_unlocked(m, "forget_destroyed_groups", &Group::forget_destroyed);
   m.def("set_job_ranks_finder", [](py::object finder) {
     auto* held = new py::object(std::move(finder));  // leaked: ops may run while the interpreter ends
@@ -361,6 +406,14 @@ void bind_comm(py::module_& m) {
       (*held)(name);
     });
   });
+  m.def("set_pair_maker", [](py::object maker) {
+    auto* held = new py::object(std::move(maker));  // leaked: ops may run while the interpreter ends
+    set_pair_maker([held](const std::string& name, const GroupContext& context, c10::Device device) {
+      const py::gil_scoped_acquire gil;
+      (*held)(name, context.name, context.process_group, context.job_ranks, context.rank,
+              c10::DeviceTypeName(device.type(), /*lower_case=*/true));
+    });
+  });
   def_unlocked(m, "free_workspaces", [](const std::string& group) { Group::get(group).free_workspaces(); });
   m.def("set_symmetric_memory_deadline", &cpu::set_symmetric_memory_deadline);
   m.def("symmetric_memory_bytes", &cpu::symmetric_memory_bytes);
@@ -368,6 +421,7 @@ void bind_comm(py::module_& m) {
         [](const std::string& device) { use_symm_mem_operators(c10::Device(device).type()); });
   bind_tiers(m);
   bind_ledger(m);
+  bind_stream_clock(m);
 }
 
 // Chunks as Python sees them: (first line, number of lines).
@@ -419,7 +473,7 @@ void bind_data_parallel(py::module_& m) {
   // The sink is called in backward(), without the GIL.
   m.def("set_weight_gradient_sink", [](const at::Tensor& weight, const py::object& sink) {
     if (sink.is_none()) return set_weight_gradient_sink(weight, {});
-    // Destroyed with the GIL, wherever the last copy goes.
+    // Destroyed with the GIL, wherever the last copy ends.
     const std::shared_ptr<py::object> shared(new py::object(sink), [](py::object* object) {
       const py::gil_scoped_acquire gil;
       delete object;
@@ -439,7 +493,7 @@ void bind_data_parallel(py::module_& m) {
            py::arg("out"), py::arg("dy"), py::arg("x"), py::arg("accumulate"))
       .def("finish", &WeightProduct::finish, NoGil());
   py::class_<NewtonSchulz, std::shared_ptr<NewtonSchulz>>(
-      m, "NewtonSchulz", "A matrix made orthogonal, in pieces under the waits of this thread.")
+      m, "NewtonSchulz", "A matrix made orthogonal: on the CPU in pieces, under the waits of this thread.")
       .def(py::init(&NewtonSchulz::make), py::arg("matrix"))
       .def("finish", &NewtonSchulz::finish, NoGil());
   m.def("processor_key", &processor_key);
@@ -467,13 +521,13 @@ void bind_data_parallel(py::module_& m) {
            NoGil());
 }
 
-// Without the GIL: a rank packs while its other threads take what comes.
+// Without the GIL: while a rank packs, its other threads take arriving chunks.
 void bind_compression(py::module_& m) {
   m.def("quantized_bytes", &cpu::quantized_bytes, py::arg("count"), py::arg("bits"));
-  m.def("quantize", &cpu::quantize, py::arg("values"), py::arg("bits"), py::arg("packed"),
+  m.def("quantize", &pyruntime::quantize, py::arg("values"), py::arg("bits"), py::arg("packed"),
         py::arg("residual"), py::arg("rounding"), NoGil());
-  m.def("dequantize", &cpu::dequantize, py::arg("packed"), py::arg("bits"), py::arg("out"), py::arg("add"),
-        NoGil());
+  m.def("dequantize", &pyruntime::dequantize, py::arg("packed"), py::arg("bits"), py::arg("out"),
+        py::arg("add"), NoGil());
   m.def("quantization_errors", &cpu::quantization_errors, py::arg("values"), py::arg("bits"),
         py::arg("residual"), NoGil());
   m.def("top_k_bytes", &cpu::top_k_bytes, py::arg("k"));
@@ -483,12 +537,15 @@ void bind_compression(py::module_& m) {
   m.def("add_top_k", &cpu::add_top_k, py::arg("packed"), py::arg("out"), NoGil());
   m.def("least_choices", &cpu::least_choices, py::arg("sizes"), py::arg("steps"), py::arg("levels"), NoGil());
   m.def("fp8_bytes", &cpu::fp8_bytes, py::arg("width"));
-  m.def("pack_fp8", &cpu::pack_fp8, py::arg("values"), py::arg("packed"), NoGil());
-  m.def("unpack_fp8", &cpu::unpack_fp8, py::arg("packed"), py::arg("out"), NoGil());
+  m.def(
+      "why_no_compression", [](const std::string& device) { return why_no_compression(c10::Device(device)); },
+      py::arg("device"), NoGil());
+  m.def("pack_fp8", &pyruntime::pack_fp8, py::arg("values"), py::arg("packed"), NoGil());
+  m.def("unpack_fp8", &pyruntime::unpack_fp8, py::arg("packed"), py::arg("out"), NoGil());
 }
 
-// glibc gives large freed buffers back to the system at once and page-faults them in anew on the next
-// allocation, which costs a training step 5 to 15 % of its time. Raising both thresholds keeps them.
+// glibc returns large freed buffers to the system at once, and the next allocation page-faults them in again,
+// which costs a training step 5 to 15 % of its time. Raising both thresholds keeps them.
 bool keep_freed_memory() {
 #if defined(__GLIBC__)
   constexpr int kKeep = 1 << 30;

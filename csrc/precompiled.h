@@ -1,5 +1,5 @@
-// torch's headers that most sources include, parsed once for all of them where the compiler can (setup.py).
-// It saves time and changes nothing: every source includes what it uses itself.
+// Torch headers that most sources include, parsed once for all of them if the compiler can (setup.py). This
+// saves time and changes nothing: every source includes what it uses itself.
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>

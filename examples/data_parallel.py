@@ -1,4 +1,4 @@
-"""Data parallelism of any module: gradients leave as they are written, optimizer states are cut (ZeRO).
+"""Data parallelism of any module: gradients are sent as they are written, optimizer states are cut (ZeRO).
 
 torchrun --nproc-per-node 2 examples/data_parallel.py
 """

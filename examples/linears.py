@@ -1,4 +1,4 @@
-"""An MLP of a column and a row linear: each rank holds a part of both weights, and its own rows.
+"""An MLP of a column and a row linear: each rank has a part of both weights, and its own rows.
 
 torchrun --nproc-per-node 2 examples/linears.py
 """
@@ -8,7 +8,7 @@ import torch
 import pyruntime
 from pyruntime.nn import ColumnParallelLinear, RowParallelLinear
 
-torch.manual_seed(0)  # the same model on every rank, of which each keeps its part
+torch.manual_seed(0)  # the same model on every rank; each keeps its part
 with pyruntime.Runtime.start() as runtime:
     up = ColumnParallelLinear(64, 256, group=runtime.tp)
     down = RowParallelLinear(256, 64, group=runtime.tp)

@@ -1,4 +1,4 @@
-"""LoRA: peft puts adapters into a model, and they are cut with their linears; merged, they are whole again.
+"""LoRA: adapters of peft are cut together with their linears; after merging, the weights are complete.
 
 torchrun --nproc-per-node 2 examples/lora.py
 """

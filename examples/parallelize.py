@@ -1,4 +1,4 @@
-"""A model of transformers trains tensor parallel; its code knows nothing of it.
+"""Trains a model of transformers with tensor parallelism, without a change of its code.
 
 torchrun --nproc-per-node 2 examples/parallelize.py
 """

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut over ranks, against attention over all of it.
+"""Compares attention over a sequence that is cut over ranks with attention over the whole sequence.
 
 torchrun --nproc-per-node 2 examples/ring_attention.py
 """
@@ -12,8 +12,8 @@ from pyruntime.context import take_shard
 torch.manual_seed(0)  # the same numbers on every rank
 with pyruntime.Runtime.start(tp=1, cp=2) as runtime:
     q, k, v = (torch.randn(1, 256, heads, 64) for heads in (8, 4, 4))  # [B, S, heads, d]
-    parts = [take_shard(x, "zigzag", 2, runtime.rank) for x in (q, k, v)]  # as much work for every rank
-    out = pyruntime.ring_attention(*parts, runtime.cp)  # of this rank's tokens, over all of them
+    parts = [take_shard(x, "zigzag", 2, runtime.rank) for x in (q, k, v)]  # equal work for every rank
+    out = pyruntime.ring_attention(*parts, runtime.cp)  # for this rank's tokens, over all tokens
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
     whole = scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
     error = (out - take_shard(whole, "zigzag", 2, runtime.rank)).abs().max()

@@ -1,6 +1,6 @@
 // The HIP dialect of compat.h, for CDNA (gfx90a, gfx942, gfx950). Flags and buffers that peers write must be
-// uncached or fine-grained memory (hipExtMallocWithFlags): in ordinary memory a line of L2 can be stale for
-// good.
+// uncached or fine-grained memory (hipExtMallocWithFlags): in ordinary memory a line of L2 can stay stale for
+// ever.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 #define PYRUNTIME_DEVICE __device__ __forceinline__
 #define PYRUNTIME_HOST_DEVICE __host__ __device__ __forceinline__
-// The second bound is in waves a SIMD; a compute unit has four.
+// The second bound counts waves per SIMD; a compute unit has four SIMDs.
 #define PYRUNTIME_KERNEL(threads, blocks) \
   __global__ void __launch_bounds__(threads, ((threads) * (blocks) + 255) / 256)
 #define PYRUNTIME_PARAMETER const
@@ -27,16 +27,16 @@ constexpr int kWarpSize = 64;
 template <class T>
 PYRUNTIME_DEVICE const T& first_parameter(const T& parameter) {
 #if defined(__HIP_DEVICE_COMPILE__)
-  // By its name it would be copied to scratch memory of every lane, and indexed there.
+  // Used by name it would be copied to every lane's scratch memory, and indexed there.
   static_cast<void>(parameter);
   return *(const T*)__builtin_amdgcn_kernarg_segment_ptr();
 #else
-  return parameter;  // the pass that compiles for the CPU knows no such builtins
+  return parameter;  // the pass that compiles for the CPU lacks these builtins
 #endif
 }
 
-// Not by memcpy(), which is a loop over bytes in scratch memory. 16 bytes go as words, because the compiler
-// keeps nothing in registers that is a vector of words on one side and halves of words on the other.
+// memcpy() would be a loop over bytes in scratch memory. 16 bytes are copied as words, because the compiler
+// keeps no value in registers that is a vector of words on one side and halves of words on the other.
 PYRUNTIME_DEVICE void copy_bits(void* to, const void* from, size_t bytes) {
   if (bytes != 16) {
     __builtin_memcpy(to, from, bytes);
@@ -54,7 +54,7 @@ PYRUNTIME_DEVICE void copy_bits(void* to, const void* from, size_t bytes) {
 }
 
 PYRUNTIME_DEVICE uint64_t load_acquire_system(const uint64_t* p) {
-  // Plain or cached polling never ends where a stale line lies in L2.
+  // Plain or cached polling never ends if L2 has a stale line.
   return __hip_atomic_load(p, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM);
 }
 
@@ -63,27 +63,27 @@ PYRUNTIME_DEVICE void drain_stores() {
 }
 
 PYRUNTIME_DEVICE void release_system() {
-  // A release store alone may be compiled to a write-back and then the store with no wait between them, so
-  // that the flag passes the data.
+  // A release store alone may be compiled to a write-back and the store without a wait between them; then the
+  // flag overtakes the data.
   __atomic_thread_fence(__ATOMIC_RELEASE);
   drain_stores();
 }
 
 PYRUNTIME_DEVICE void store_relaxed_system(uint64_t* p, uint64_t value) {
-  // For who reads the instructions: gfx90a stores a flag and 8 bytes of data alike.
+  // Marks the flag for readers of the assembly: gfx90a stores a flag and 8 bytes of data alike.
   asm volatile("; flag" ::: "memory");
   __hip_atomic_store(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
 
 PYRUNTIME_DEVICE void publishing_barrier() {
-  // A barrier of the workgroup does not wait for its stores to reach L2, and another wave's drain does not
-  // cover them.
+  // A barrier does not wait until the workgroup's stores reach L2, and a wave's drain covers only its own
+  // stores.
   drain_stores();
   __syncthreads();
 }
 
 PYRUNTIME_DEVICE void shared_barrier() {
-  // __syncthreads() may be compiled to a wait for all loads, those of the next tile among them.
+  // __syncthreads() may be compiled to a wait for all loads, including those of the next tile.
   asm volatile("s_waitcnt lgkmcnt(0)\n\ts_barrier" ::: "memory");
 }
 
@@ -96,7 +96,7 @@ PYRUNTIME_DEVICE bool barrier_and(bool x) {
 }
 
 PYRUNTIME_DEVICE void warp_barrier() {
-  // A wave runs in lockstep; what is left is to keep the compiler from moving accesses across.
+  // A wave runs in lockstep; only the compiler must not move accesses across.
   __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
   __builtin_amdgcn_wave_barrier();
 }
@@ -110,7 +110,7 @@ PYRUNTIME_DEVICE void fence_system() {
 }
 
 PYRUNTIME_DEVICE uint64_t global_time_ns() {
-  return __builtin_amdgcn_s_memrealtime() * 10;  // it counts at 100 MHz
+  return __builtin_amdgcn_s_memrealtime() * 10;  // the counter runs at 100 MHz
 }
 
 PYRUNTIME_DEVICE void nap() {
@@ -122,8 +122,8 @@ PYRUNTIME_DEVICE float shuffle_xor(float x, int mask) {
 }
 
 PYRUNTIME_DEVICE uint4 load_streaming(const void* p) {
-  // As global memory: a load of memory of any kind is also counted with those of shared memory, and who waits
-  // for these would wait for it.
+  // As global memory: a generic load also counts as one of shared memory, so a wait for shared memory would
+  // wait for it.
   typedef uint32_t Words __attribute__((ext_vector_type(4)));
   const auto words = *(const __attribute__((address_space(1))) Words*)reinterpret_cast<uintptr_t>(p);
   return make_uint4(words.x, words.y, words.z, words.w);
@@ -182,7 +182,7 @@ inline bool is_capturing(Stream stream) {
 
 template <class Kernel>
 const char* why_no_multicast(Kernel) {
-  return "GPUs of AMD have no multicast addresses.";
+  return "AMD GPUs have no multicast addresses.";
 }
 
 inline int shared_bytes_per_block() {
@@ -203,11 +203,15 @@ inline void copy(void* to, const void* from, size_t bytes, Stream stream) {
   static_cast<void>(hipMemcpyAsync(to, from, bytes, hipMemcpyDefault, stream));
 }
 
+inline void make_stream(Stream* stream) {
+  static_cast<void>(hipStreamCreateWithFlags(stream, hipStreamNonBlocking));
+}
+
 inline void set_zero(void* to, size_t bytes, Stream stream) {
   static_cast<void>(hipMemsetAsync(to, 0, bytes, stream));
 }
 
-inline void read(void* to, const void* from, size_t bytes, Stream stream) {
+inline void copy_now(void* to, const void* from, size_t bytes, Stream stream) {
   static_cast<void>(hipMemcpyAsync(to, from, bytes, hipMemcpyDefault, stream));
   static_cast<void>(hipStreamSynchronize(stream));
 }

@@ -1,12 +1,12 @@
-// GEMMs of 16x16x32 by a wave of 64: MFMA of CDNA GPUs, and on the host its emulation (compiled with
-// PYRUNTIME_HOST_WARP=64). A lane holds 8 consecutive k of one row of A, or of one column of B, which is one
-// access of 16 bytes where k lies side by side. gfx950 takes them at once, at twice the rate; before it there
-// are instructions of 16 k, whose lanes have 4 each: one gets the first 4 of every lane and one the others.
-// That is another order of k than the one in memory, the same for A and B.
+// GEMMs of 16x16x32 by a wave of 64: MFMA on CDNA GPUs, and its emulation on the host (compiled with
+// PYRUNTIME_HOST_WARP=64). A lane has 8 consecutive k of one row of A, or of one column of B, which is one
+// access of 16 bytes if k is contiguous. gfx950 takes all 8 at once, at twice the rate. Older GPUs have
+// instructions for 16 k with 4 in each lane: the first instruction gets the first 4 of every lane, the second
+// the others. That permutes k, in the same way for A and B.
 //
-// Where columns of B lie side by side, a lane reads four of them at once, for each of its k: 16 lanes take 64
-// columns, which are all banks. Two k of a column are then put together in registers, and each of the four
-// columns goes to a GEMM of its own: what these compute are columns 0, 4, 8, .. and 1, 5, 9, .. and so on.
+// If columns of B are contiguous, a lane reads four of them at once for each of its k: 16 lanes read 64
+// columns, which use all banks. Two k of a column are then packed in registers. Each of the four columns goes
+// to a separate GEMM: the first computes columns 0, 4, 8, .., the second 1, 5, 9, .. and so on.
 #pragma once
 
 #include "cuda/compat.h"
@@ -32,7 +32,7 @@ typedef _Float16 Fp16x8 __attribute__((ext_vector_type(8)));
 
 #elif defined(__HIP_DEVICE_COMPILE__)
 
-// Four of a lane's values, in two words from `first` on.
+// Returns four of a lane's values, in two words from `first` on.
 template <class Packed>
 PYRUNTIME_DEVICE Packed packed(const uint32_t (&words)[4], int first) {
   Packed result;
@@ -48,7 +48,7 @@ PYRUNTIME_DEVICE Packed packed(const uint32_t (&words)[4], int first) {
 
 #else
 
-// The pass that compiles for the CPU knows no such builtins.
+// The pass that compiles for the CPU lacks these builtins.
 #define PYRUNTIME_MFMA(depth_16, Packed4, depth_32, Packed8) \
   static_cast<void>(d), static_cast<void>(a), static_cast<void>(b)
 
@@ -81,7 +81,7 @@ void multiply_unit(T, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)
 
 #endif
 
-// Halves of two words, those of `first` below. The compiler makes two instructions of what one does.
+// Pack halves of two words, those of `first` below. The builtin is one instruction; plain code becomes two.
 #if defined(__HIP_DEVICE_COMPILE__)
 PYRUNTIME_DEVICE uint32_t lower_halves(uint32_t first, uint32_t second) {
   return __builtin_amdgcn_perm(second, first, 0x05040100);
@@ -100,10 +100,10 @@ PYRUNTIME_DEVICE uint32_t upper_halves(uint32_t first, uint32_t second) {
 
 template <class T>
 struct Mma {
-  static constexpr int kDepth = 32;  // of k at once
+  static constexpr int kDepth = 32;  // k of one instruction
 
   struct A {
-    uint32_t words[4];  // 8 k of a row, in their order
+    uint32_t words[4];  // 8 k of a row, in order
   };
   using B = A;
   struct Sum {
@@ -115,7 +115,7 @@ struct Mma {
     device::copy_bits(a.words, tile + Tile::offset_of(row + lane % 16, k + lane / 16 * 8), sizeof(a.words));
   }
 
-  // Of kUnits GEMMs beside each other, from `column` on.
+  // Loads B of kUnits adjacent GEMMs, from `column` on.
   template <class Tile, bool kAlongK, int kUnits>
   static PYRUNTIME_DEVICE void load_b(B (&b)[kUnits], const unsigned char* tile, int column, int k,
                                       int lane) {
@@ -125,7 +125,7 @@ struct Mma {
     } else {
       static_assert(kUnits == 4, "a lane reads four columns at once");
       static_assert(!Tile::kSwizzled);
-      // One address for all: what a line is farther is in the instruction.
+      // One address for all lines: the offset of a line is in the instruction.
       const unsigned char* from = tile + Tile::offset_of(column + lane % 16 * 4, k + lane / 16 * 8);
 #pragma unroll
       for (int e = 0; e < 8; e += 2) {
@@ -145,8 +145,8 @@ struct Mma {
     multiply_unit(T{}, sum.values, a.words, b.words);
   }
 
-  // Calls store(row, column, values) for what this lane holds of GEMMs beside each other; the values lie side
-  // by side in a row.
+  // Calls store(row, column, values) for this lane's sums of adjacent GEMMs; the values are contiguous in a
+  // row.
   template <bool kAlongK, int kUnits, class Store>
   static PYRUNTIME_DEVICE void for_each(const Sum (&sums)[kUnits], int lane, const Store& store) {
 #pragma unroll

@@ -1,18 +1,18 @@
-// Tiles of operands on their way into shared memory through registers, for GPUs without asynchronous copies:
-// while one tile of A and B is multiplied in shared memory, the next is stored into the other of two stages
-// and the loads of the one after it are under way.
+// Moves tiles of operands through registers into shared memory, for GPUs without asynchronous copies. While
+// one tile of A and B is multiplied in shared memory, the next one is stored into the other of two stages,
+// and the one after it is being loaded.
 #pragma once
 
 #include "cuda/portable/gemm/operand_tile.cuh"
 
 namespace pyruntime::portable {
 
-// What one thread holds of a tile; as words, so that nothing waits for a load before it is stored.
+// One thread's part of a tile, as words, so that nothing waits for a load before the store.
 template <class OperandTile, class T>
 struct Held {
   uint4 parts[OperandTile::kParts];
 
-  // All of it exists, in whole vectors: nothing is asked of each part.
+  // For tiles that exist completely, in whole vectors: no part needs a check.
   PYRUNTIME_DEVICE void load_whole(const Operand<T>& from, int first_k) {
     OperandTile::template each_part<OperandTile::kParts>(
         from, first_k, kDepth,
@@ -35,11 +35,11 @@ struct Held {
   }
 };
 
-// sums = A B over all k of a Gemm (TileGemm). Ends with a barrier: shared memory is free.
+// Computes sums = A B over all k of a Gemm (TileGemm). Ends with a barrier: shared memory is free.
 //
-// A step begins with its operands in registers: the next tile goes from registers into the other stage, the
-// one after it is asked for, and half of the products begin. Behind a barrier the operands of the next step
-// are asked for, and the other half hides how long that takes.
+// A step begins with its operands in registers. It stores the next tile from registers into the other stage,
+// starts to load the one after it, and computes half of the products. After a barrier it starts to read the
+// operands of the next step, and the other half of the products hides that latency.
 template <class Gemm, class T>
 PYRUNTIME_DEVICE void run_pipeline(typename Gemm::Sums& sums, unsigned char* shared, const Operand<T>& a,
                                    const Operand<T>& b, int64_t k) {
@@ -73,7 +73,7 @@ PYRUNTIME_DEVICE void run_pipeline(typename Gemm::Sums& sums, unsigned char* sha
   typename Gemm::Operands now, next;
   Gemm::read(now, stage(0), 0);
   int step = 0;
-  // A loop of its own for whole tiles: where ways of loading meet, the compiler waits for all loads.
+  // A separate loop for whole tiles: where two kinds of loads join, the compiler waits for all loads.
   for (; whole && (step + 3) * kDepth <= k; ++step) {
     store(step + 1);
     next_a.load_whole(a, (step + 2) * kDepth);

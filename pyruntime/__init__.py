@@ -1,8 +1,8 @@
-"""Training large models with no exposed communication: GEMMs fused with the collectives that feed them.
+"""Overlaps communication with computation in distributed PyTorch training.
 
-`all_gather_matmul` and `matmul_reduce_scatter` are the two primitives; `pyruntime.nn` holds the modules on
-top of them, `pyruntime.parallelize` puts those into any model, and `python -m pyruntime train` trains a
-compact Llama.
+`all_gather_matmul` and `matmul_reduce_scatter` are the two primitives. `pyruntime.nn` has the modules built
+on them, `pyruntime.parallelize` puts those into any model, and `python -m pyruntime train` trains a compact
+Llama.
 """
 
 from importlib.util import find_spec
@@ -58,7 +58,7 @@ __all__ = [
     "verify",
 ]
 
-# Imported when first asked for: `pyruntime.plan` and the schedules of `pyruntime.pipeline` need no torch.
+# Imported on first use: `pyruntime.plan` and the schedules of `pyruntime.pipeline` need no torch.
 _COMM = ("CommError", "CommTimeout", "PeerLost", "Runtime", "keep_freed_memory")
 _PLACES = {
     **{name: "pyruntime.ops" for name in __all__},

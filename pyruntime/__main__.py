@@ -1,4 +1,4 @@
-"""`pyruntime` and `python -m pyruntime`, also below `torchrun -m pyruntime`."""
+"""Starts the command line: `pyruntime`, `python -m pyruntime` and `torchrun -m pyruntime`."""
 
 import gc
 import sys
@@ -9,10 +9,10 @@ from pyruntime.cli import main
 
 
 def run() -> NoReturn:
-    """The console command `pyruntime`."""
+    """Runs the console command `pyruntime` and exits with its code."""
     starting.leave_signals()
     code = main(sys.argv[1:])
-    gc.freeze()  # or Python, as it ends, searches all of torch for garbage, which takes most of a second
+    gc.freeze()  # else Python searches all of torch for garbage at exit, which takes most of a second
     sys.exit(code)
 
 

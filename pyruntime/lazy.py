@@ -1,7 +1,4 @@
-"""Names of a package that are imported when they are first asked for.
-
-So that its pure parts (plans, schedules, configurations) can be imported without torch.
-"""
+"""Imports names of a package on first use, so that its pure parts (plans, schedules) load without torch."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from typing import Any
 
 
 def names_of(package: str, places: Mapping[str, str], modules: Sequence[str] = ()) -> Callable[[str], Any]:
-    """A `__getattr__` for `package` (PEP 562): `places` says in which module a name is; `modules` are
-    submodules that are there without being imported."""
+    """Returns a `__getattr__` for `package` (PEP 562). `places` maps each name to its module; `modules` are
+    submodules that are imported on first use."""
 
     def get(name: str) -> Any:
         if name in places:

@@ -1,6 +1,6 @@
-"""What this machine is made of, as far as it says so: each function returns rows of (name, value).
+"""Describes this machine's hardware: each public function of `Rows` returns rows of (name, value).
 
-Everything is read from files and tools that may be missing; what cannot be found out is said to be unknown.
+All is read from files and tools that may be missing; then the value is "unknown" or "none".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 Rows = list[tuple[str, str]]
 
 SIMD = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve", "sve2", "i8mm")
-"""Of the processor's features (/proc/cpuinfo), those that GEMMs use."""
+"""The processor features (/proc/cpuinfo) that GEMMs use."""
 
 
 def processor() -> Rows:
@@ -31,7 +31,7 @@ def processor() -> Rows:
 
 
 def processor_name() -> str:
-    """What Linux calls it, or the kind of machine."""
+    """Returns the processor's name in /proc/cpuinfo, else the machine type."""
     return _key_values(Path("/proc/cpuinfo")).get("model name", platform.machine())
 
 
@@ -50,25 +50,23 @@ def memory() -> Rows:
 
 
 def accelerators() -> Rows:
-    """GPUs that torch sees, and how they are joined."""
+    """Returns the GPUs that torch sees, and NVLink between them."""
     import torch
 
-    if not torch.cuda.is_available():
+    from pyruntime.cuda import cards
+
+    if not cards.count():
         built = torch.version.cuda or torch.version.hip
-        why = f"torch is built for {built}, but no device answers" if built else "this torch is built without"
-        return [("GPU", f"none ({why})")]
-    rows = []
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        kind = (
-            device.gcnArchName if torch.version.hip else f"compute capability {device.major}.{device.minor}"
+        why = (
+            f"torch is built for {built}, but no device answers" if built else "torch is built for CPUs only"
         )
-        rows.append((f"GPU {index}", f"{device.name}, {device.total_memory / 1e9:,.0f} GB, {kind}"))
+        return [("GPU", f"none ({why})")]
+    rows = [(f"GPU {index}", cards.describe(index)) for index in range(cards.count())]
     return rows if torch.version.hip else [*rows, ("NVLink", _nvlink())]
 
 
 def network() -> Rows:
-    """Interfaces and RDMA devices that could carry traffic between hosts."""
+    """Returns the interfaces and RDMA devices that could carry traffic between hosts."""
     devices = _names(Path("/sys/class/infiniband"))
     interfaces = [name for name in _names(Path("/sys/class/net")) if name != "lo"]
     return [

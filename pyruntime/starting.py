@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while the program imports torch, which takes seconds: each process says so and ends."""
+"""Handles Ctrl-C and SIGTERM while the program still imports torch (seconds): prints one line and exits."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from typing import Any
 
 
 def is_program() -> bool:
-    """Whether this process is `python -m pyruntime` or the command `pyruntime`, and no other's that imports
-    it."""
+    """Whether this process is the program `pyruntime` (`python -m` too), not one that imports it."""
     started = os.path.basename(sys.argv[0]) if sys.argv else ""
-    # Python calls a module so while it looks for it, and imports its package.
+    # Python sets argv[0] to "-m" while it looks for the module and imports its package.
     by_name = started == "-m" and ("-m", "pyruntime") in itertools.pairwise(sys.orig_argv)
     return by_name or started == "pyruntime"
 
 
 def catch_signals() -> None:
     for signum, default in _DEFAULTS.items():
-        if signal.getsignal(signum) == default:  # and not ignored, as by nohup
+        if signal.getsignal(signum) == default:  # not one that nohup ignores
             signal.signal(signum, _end)
 
 
 def leave_signals() -> None:
-    """The program has handlers of its own from here on."""
+    """Restores the default handlers; the program installs its own from here on."""
     for signum, default in _DEFAULTS.items():
         if signal.getsignal(signum) == _end:
             signal.signal(signum, default)
@@ -41,5 +40,5 @@ _DEFAULTS: dict[signal.Signals, Any] = {
 def _end(signum: int, _: FrameType | None) -> None:
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     name = signal.Signals(signum).name
-    os.write(2, f"pyruntime: {rank}Stopped by {name} before it had begun; nothing was saved.\n".encode())
+    os.write(2, f"pyruntime: {rank}Stopped by {name} before the program began; nothing was saved.\n".encode())
     os._exit(128 + signum)

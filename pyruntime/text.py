@@ -1,4 +1,4 @@
-"""How values and tables are written for people."""
+"""Writes values and tables for people to read."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from typing import Any
 
 LONGEST = 80
-"""Characters of a value in an error."""
+"""Characters of a value that an error shows at most."""
 
 
 def short_repr(value: object) -> str:
-    """`value` on one line of ASCII, not longer than an error is read."""
+    """Returns `value` on one line of ASCII, cut after LONGEST characters."""
     try:
         text = ascii(value)
-    except (ValueError, RecursionError):  # of more digits than Python prints
+    except (ValueError, RecursionError):  # an int with more digits than Python prints
         return "a number of thousands of digits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}.."
 
 
 def finite(value: Any) -> Any:
-    """`value` as JSON can hold it: None in place of numbers that are not finite, at any depth."""
+    """Returns `value` with None in place of non-finite floats at any depth, since JSON has none."""
     if isinstance(value, dict):
         return {name: finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -33,7 +33,7 @@ def finite(value: Any) -> Any:
 
 
 def toml_value(value: object) -> str:
-    """A string, number, bool, or list, tuple, dict or dataclass of them, as a TOML file has it."""
+    """Returns a string, number, bool, or a list, tuple, dict or dataclass of them, as TOML."""
     if dataclasses.is_dataclass(value):
         value = vars(value)
     if isinstance(value, dict):
@@ -42,17 +42,17 @@ def toml_value(value: object) -> str:
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which TOML wants escaped
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML wants DEL escaped
 
 
 def block_name(name: str) -> str:
-    """The qualified name of a module, the same for its like in every block: layers.*.mlp.up_proj."""
+    """Returns a module's qualified name with `*` for block numbers: layers.*.mlp.up_proj."""
     return re.sub(r"(?:(?<=\.)|^)\d+(?=\.)", "*", name)
 
 
 def footnotes(sentences: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What each row of a table says, and the lines below it: a sentence of several rows becomes [1], [2], ..
-    and is said there once."""
+    """Returns the cell of each row of a table, and the lines below the table. A sentence that several rows
+    share becomes [1], [2], .. and is written out once, below."""
     counts = collections.Counter(sentences)
     repeated = [sentence for sentence, count in counts.items() if sentence and count > 1]
     marks = {sentence: f"[{number}]" for number, sentence in enumerate(repeated, start=1)}
@@ -61,7 +61,7 @@ def footnotes(sentences: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """A table, aligned: the columns `left` to the left, others to the right."""
+    """Returns an aligned table: the columns in `left` left-aligned, the others right-aligned."""
     widths = [max(len(row[index]) for row in [head, *rows]) for index in range(len(head))]
     return "\n".join(
         "  ".join(

@@ -1,7 +1,7 @@
-"""Tests beside each other: `make test` has pytest-xdist run them in two workers, each file of tests in one.
+"""Keeps a test marked `alone` from running beside others, which pytest-xdist runs in several workers.
 
-A test that is marked `alone` has the machine to itself: it waits until the tests of other workers have ended,
-and holds new ones back. Without workers tests come one after the other, and nothing is locked.
+Such a test has the machine to itself: it waits until the tests of other workers have ended, and new ones wait
+for it. Without workers tests run one after the other, and nothing is locked.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import pytest
 
 
 class Turns:
-    """What the workers of a session agree on by locks of two files: who runs now. The kernel opens the locks
-    of a worker that dies."""
+    """The turns of a session's workers, by locks of two files. The kernel releases a dead worker's locks."""
 
     def __init__(self, folder: str) -> None:
         self._stays = False
@@ -31,19 +30,19 @@ class Turns:
         """Waits until a test may run, `alone` or beside others."""
         if self._stays:
             return
-        fcntl.flock(self._gate, fcntl.LOCK_EX)  # who waits to be alone holds it: no other test begins
+        fcntl.flock(self._gate, fcntl.LOCK_EX)  # held while a test waits to be alone: no other begins
         fcntl.flock(self._running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(self._gate, fcntl.LOCK_UN)
 
     def end(self, stay: bool) -> None:
-        """Lets others begin, unless this worker is to `stay` alone for its next test."""
+        """Lets others begin, unless this worker must `stay` alone for its next test."""
         self._stays = stay
         if not stay:
             fcntl.flock(self._running, fcntl.LOCK_UN)
 
 
-FOLDER = pytest.StashKey[str]()  # of the session that has workers
-TURNS = pytest.StashKey[Turns]()  # of a worker
+FOLDER = pytest.StashKey[str]()  # in the session that has workers
+TURNS = pytest.StashKey[Turns]()  # in a worker
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[FOLDER] = tempfile.mkdtemp(prefix="pyruntime-turns-")
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+@pytest.hookimpl(optionalhook=True)  # a hook of pytest-xdist
 def pytest_configure_node(node: Any) -> None:
     node.workerinput["turns"] = node.config.stash[FOLDER]
 

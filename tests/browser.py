@@ -1,4 +1,4 @@
-"""Pages as a browser has them when their own programs have run."""
+"""Loads pages in a headless browser, so that their JavaScript has run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ needed = pytest.mark.skipif(
 
 
 def document(address: str | Path, profile: Path) -> str:
-    """The final document of a page, at a path or a URL; `profile` is a folder for what the browser keeps."""
+    """Returns the final document of a page, at a path or a URL. profile: a folder for the browser's files."""
     assert CHROMIUM is not None
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     options += ["--window-size=390,800"]  # a phone's

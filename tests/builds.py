@@ -1,12 +1,11 @@
-"""Builds that run beside the tests: programs are compiled while other tests run, which often wait and leave a
-core idle.
+"""Builds programs while other tests run, because these often wait and leave a core idle.
 
-tests/cpp and tests/cuda name what their tests need when a session has collected them (conftest.py there), and
-their fixtures wait for it. ninja compiles what changed since the last session.
+When a session has collected its tests, tests/cpp and tests/cuda name the builds that they need (conftest.py
+there), and their fixtures wait for them. ninja compiles what changed since the last session.
 
-A build ends with its session, also when that is interrupted or killed: ninja is told by the kernel when
-pytest ends, and ends its compilers. Where several workers need a recipe (tests/beside.py) each has ninja
-build it, one after the other: the second finds it built.
+A build ends with its session, even if that is interrupted or killed: the kernel signals ninja when pytest
+ends, and ninja ends its compilers. If several workers need a recipe (tests/beside.py), each has ninja build
+it, one after the other: the second finds it built.
 """
 
 from __future__ import annotations
@@ -26,51 +25,52 @@ from tests.rank_worker import die_with_parent
 from tools.build_ninja import ROOT, find_ninja
 
 FINISHES_S = 1500.0
-"""A build that takes longer, from when it is waited for, is ended."""
+"""A build is ended after so long a wait for it."""
 STOPS_S = 30.0
-"""A build that was told to end and does not is killed."""
+"""A build that does not end in this time after its signal is killed."""
 NICENESS = 10
-"""Tests measure time: a compiler takes what they leave."""
+"""Tests measure time, so compilers only take the cores that they leave idle."""
 
 
 @dataclass(frozen=True)
 class Recipe:
     what: str
-    """For messages: "the C++ tests"."""
+    """Its name in messages: "the C++ tests"."""
     folder: Path
-    """Where ninja works; of this recipe alone."""
+    """ninja's folder; no other recipe's."""
     text: str
-    """build.ninja."""
+    """The text of build.ninja."""
 
 
 class Builds:
-    """All builds of a session; they share the cores, or what MAX_JOBS says."""
+    """All builds of a session; they share the cores, or MAX_JOBS jobs."""
 
     def __init__(self) -> None:
         self._wanted: list[Recipe] = []
         self._running: dict[Recipe, Build] = {}
 
     def want(self, recipe: Recipe) -> None:
-        """Has the recipe built when `start` is called."""
-        self._wanted.append(recipe)
+        """Adds a recipe that `start` builds."""
+        if recipe not in self._wanted:
+            self._wanted.append(recipe)
 
     def start(self) -> None:
-        """Begins all that is wanted."""
+        """Starts all wanted builds."""
         jobs = jobs_at_once()
         for recipe in self._wanted:
             self._running[recipe] = Build(recipe, max(1, jobs // len(self._wanted)))
 
     def finish(self, recipe: Recipe) -> None:
-        """Waits for the end of a build that was wanted. Raises RuntimeError with the compiler's output where
-        something does not compile, and without ninja."""
+        """Waits for a wanted build. Raises RuntimeError with the compiler's output if something does not
+        compile, and if there is no ninja."""
         self._running[recipe].finish()
 
     def running(self) -> set[int]:
-        """The processes of those that have not ended."""
+        """Returns the pids of builds that still run."""
         return {one.process for one in self._running.values() if one.process is not None}
 
     def stop(self) -> None:
-        """Ends those that have not ended."""
+        """Ends builds that still run."""
         for one in self._running.values():
             one.stop()
 
@@ -87,7 +87,7 @@ class Build:
         written.write_text(recipe.text)
         try:
             ninja = find_ninja()
-        except RuntimeError as error:  # told by the tests that need what is built, not by all
+        except RuntimeError as error:  # only the tests that need the build shall fail
             self._log.write_text(str(error))
             return
         command = [sys.executable, "-m", "tests.builds", str(os.getpid()), str(recipe.folder), ninja]
@@ -98,12 +98,12 @@ class Build:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                process_group=0,  # Ctrl-C is for pytest, which ends its builds itself
+                process_group=0,  # Ctrl-C goes to pytest, which ends its builds itself
             )
 
     @property
     def process(self) -> int | None:
-        """Its pid while it runs and until it was waited for."""
+        """Its pid until it has been waited for, else None."""
         return None if self._ninja is None or self._ninja.returncode is not None else self._ninja.pid
 
     def finish(self) -> None:
@@ -127,23 +127,23 @@ class Build:
 
 
 BUILDS = pytest.StashKey[Builds]()
-"""Those of a session."""
+"""The builds of a session."""
 
 
 def jobs_at_once() -> int:
-    """Of all builds together: what MAX_JOBS says, where that is a number, else one for each core."""
+    """Returns the jobs of all builds together: MAX_JOBS if it is a positive number, else one a core."""
     asked = os.environ.get("MAX_JOBS", "")
     return int(asked) if asked.isdecimal() and int(asked) > 0 else len(os.sched_getaffinity(0))
 
 
 def main() -> None:
-    """Becomes ninja, of a lower priority, bound to pytest and alone in its folder. Arguments: pytest's pid,
-    the folder, ninja's command."""
+    """Becomes ninja with a lower priority, which ends with pytest and locks its folder against other workers.
+    Arguments: pytest's pid, the folder, ninja's command."""
     die_with_parent(int(sys.argv[1]), signal.SIGTERM)
     os.nice(NICENESS)
     folder = os.open(sys.argv[2], os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
-    os.set_inheritable(folder, True)  # as long as ninja and its compilers run
+    os.set_inheritable(folder, True)  # keeps the lock while ninja and its compilers run
     os.execv(sys.argv[3], sys.argv[3:])
 
 

@@ -1,4 +1,4 @@
-"""What all tests share: ranks (tests/ranks.py), builds (tests/builds.py) and how hypothesis works."""
+"""Fixtures of all tests: ranks (tests/ranks.py), builds (tests/builds.py), and hypothesis's settings."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ import pytest
 from tests.builds import BUILDS, Builds
 from tests.ranks import Ranks
 
-# The tests on GPUs run where hypothesis may not be installed, and do without it.
+# Tests on GPUs run on machines that may not have hypothesis, and do not need it.
 with contextlib.suppress(ModuleNotFoundError):
     import hypothesis
 
-    # The same data in every run, and fresh data in the second tier, where a failure prints the line that
-    # repeats it. No deadline: CI is slow.
+    # The first tier has the same data in every run, the second tier fresh data; a failure there prints the
+    # line that repeats it. No deadline: CI is slow.
     hypothesis.settings.register_profile("first tier", deadline=None, derandomize=True)
     hypothesis.settings.register_profile("second tier", deadline=None, print_blob=True)
 
 pytest_plugins = ["tests.beside", "tests.costs", "tests.skips", "tests.tiers"]
 RANKS = pytest.StashKey[Ranks]()
-OF_BUILDS = {"built", "host_kernels"}
+OF_BUILDS = {"built", "host_kernels", "simulated"}
 """Fixtures of tests that need a build; such tests come last, when it has ended."""
 
 
@@ -48,16 +48,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not OF_BUILDS.isdisjoint(getattr(item, "fixturenames", ())))
 
 
-@pytest.hookimpl(trylast=True)  # what is needed has been named by then, in the folders' own conftest.py
+@pytest.hookimpl(trylast=True)  # the folders' own conftest.py have named the builds that they need by then
 def pytest_collection_finish(session: pytest.Session) -> None:
     if not session.config.option.collectonly:
         session.config.stash[BUILDS].start()
-    gc.freeze()  # what is here now stays to the end: no search for garbage needs to go through it
+    gc.freeze()  # these objects live to the end, so the garbage collector need not visit them
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     builds = session.config.stash.get(BUILDS, None)
-    if builds is not None:  # the session may have ended before it began
+    if builds is not None:  # None if the session ended before its start
         builds.stop()
     shutil.rmtree(CACHE, ignore_errors=True)
 

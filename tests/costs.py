@@ -1,8 +1,8 @@
-"""What tests cost: the processor seconds of each file, its ranks and other child processes included.
+"""Counts the processor seconds of each file of tests, including its ranks and other child processes.
 
-A session ends with its ten dearest files. `make test-costs` writes those of all files to tests/costs.json,
-by which tests/test_costs.py holds every file of the first tier to a limit. A build (tests/builds.py) counts
-for the file that waits for it.
+A session ends with a list of its ten most expensive files. `make test-costs` writes the costs of all files to
+tests/costs.json, and tests/test_costs.py limits those of the first tier. A build (tests/builds.py) counts for
+the file that waits for it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def processor_seconds(without: set[int]) -> float:
-    """Of this process and all its descendants, those that have ended included; but not of the trees of the
-    running children `without`."""
+    """Returns the processor seconds of this process and all its descendants, ended ones too, but not those
+    below the running children `without`."""
     ticks: dict[int, int] = {}
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdecimal():
             continue
         try:
-            # pid (name) state parent ...: fields 14 to 17 are its times and its ended children's, in ticks.
+            # pid (name) state parent ...: fields 14 to 17 are ticks of the process and of its ended children.
             fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        except (FileNotFoundError, ProcessLookupError):  # the process ended meanwhile
             continue
         ticks[int(entry)] = sum(map(int, fields[11:15]))
         children.setdefault(int(fields[1]), []).append(int(entry))
@@ -58,7 +58,7 @@ class Costs:
         self._before = processor_seconds(builds)
 
     def end(self, file: str, builds: set[int]) -> None:
-        """All since the last call was for `file`."""
+        """Counts the time since the last call for `file`."""
         now = processor_seconds(builds)
         self.seconds[file] += max(0.0, now - self._before)
         self._before = now
@@ -96,7 +96,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.workeroutput["costs"] = dict(session.config.stash.get(COSTS, Costs()).seconds)
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+@pytest.hookimpl(optionalhook=True)  # a hook of pytest-xdist
 def pytest_testnodedown(node: Any, error: object) -> None:
     costs = node.config.stash.setdefault(COSTS, Costs())
     costs.seconds.update(getattr(node, "workeroutput", {}).get("costs", {}))

@@ -1,4 +1,4 @@
-"""Runs pytest on a file of tests in a session of its own, with one plugin of ours."""
+"""Runs pytest on a file of tests in a separate session, with one of our plugins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.ranks import ROOT
 
 
 def run_pytest(folder: Path, plugin: str, tests: str, *options: str) -> str:
-    """What the session prints. tests: the source of the one file in it, which is written into `folder`."""
+    """Returns what the session prints. tests: the source of its only file, which is written into `folder`."""
     (folder / "test_some.py").write_text(tests)
     command = [sys.executable, "-m", "pytest", "-p", plugin, "-p", "no:cacheprovider", str(folder)]
     done = subprocess.run(

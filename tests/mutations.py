@@ -1,4 +1,4 @@
-"""Damaged inputs: documents in which values were replaced, files in which bytes were."""
+"""Makes damaged inputs: documents with replaced values, files with replaced bytes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
-# The same examples in every run, and few of them: what a longer search finds becomes an @example.
+# The same few examples in every run; a failure that a longer search finds becomes an @example.
 BOUNDED = settings(max_examples=60, derandomize=True, database=None)
 MANY = 1000
 
 
 def few_or_many(few: int) -> pytest.MarkDecorator:
-    """Parametrizes a test by `examples`, settings: few, or a thousand where `make test-mutations` asks."""
+    """Parametrizes a test by the settings `examples`: few, or a thousand with `make test-mutations`."""
     many = pytest.param(settings(BOUNDED, max_examples=MANY), marks=pytest.mark.mutations, id="many")
     return pytest.mark.parametrize(
         "examples", [pytest.param(settings(BOUNDED, max_examples=few), id="few"), many]
@@ -29,7 +29,7 @@ NASTY: list[Any] = [
     1e308, math.nan, math.inf, -math.inf, "", "a", "3", "1e-5", "\0", "\ud800", "x" * 5000, "../..",
     [], [1], ["a"], [[]], {}, {"a": 1}, {"factor": "8"}, {"rope_type": []},
 ]  # fmt: skip
-"""What takes the place of a value."""
+"""Replacements for a value."""
 
 
 def values() -> st.SearchStrategy:
@@ -49,7 +49,7 @@ def _places(document: Any, path: tuple = ()) -> list[tuple]:
 
 @st.composite
 def documents(draw: st.DrawFn, valid: Any) -> Any:
-    """`valid` with one to three values replaced, removed, or added."""
+    """Draws `valid` with one to three values replaced or removed."""
     document = copy.deepcopy(valid)
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from(_places(document)))
@@ -63,15 +63,15 @@ def documents(draw: st.DrawFn, valid: Any) -> Any:
         if draw(st.integers(0, 4)) == 0:
             del parent[path[-1]]
         else:
-            # A copy: a list or dict of NASTY would otherwise be changed itself by the next mutation, for all
-            # examples to come, and could be put into itself.
+            # A copy: the next mutation could otherwise change a list or dict of NASTY itself, for all later
+            # examples, or put it into itself.
             parent[path[-1]] = copy.deepcopy(draw(values()))
     return document
 
 
 @st.composite
 def contents(draw: st.DrawFn, valid: bytes) -> bytes:
-    """`valid` with bytes overwritten, removed, doubled, or put in."""
+    """Draws `valid` with bytes overwritten, removed, doubled or inserted."""
     content = bytearray(valid)
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(content)))

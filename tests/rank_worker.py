@@ -1,12 +1,12 @@
-"""The processes behind tests/ranks.py.
+"""The processes that tests/ranks.py starts: a template and the ranks that it forks.
 
-One template process imports torch and pyruntime once and forks every rank from there, so a rank starts in
-milliseconds and always from the same clean state. The template has one thread, or it could not fork safely.
+The template imports torch and pyruntime once and forks every rank, so a rank starts in milliseconds and
+always from the same clean state. The template has only one thread; with more it could not fork safely.
 
     pytest process  --socket-->  template  --fork-->  rank 0, rank 1, ...
           ^------------------ one pipe for each rank ------------^
 
-A rank dies with its template and the template with pytest, even when that is killed.
+A rank dies with its template, and the template with pytest, even if that is killed.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ LARGEST_REQUEST = 1 << 16  # bytes; a request to the template is a few hundred
 
 @dataclass(frozen=True)
 class SpawnRequest:
-    """What the template needs to fork one rank; the rank's end of its pipe travels beside it."""
+    """A request to fork one rank; the rank's end of its pipe travels with it."""
 
     environment: dict[str, str]
     log: str
-    """Path of the file that takes stdout and stderr."""
+    """Path of the file for stdout and stderr."""
     group_sizes: tuple[int, ...]
-    """The gloo groups to build: of the first n ranks, each n; none: no torch.distributed."""
+    """Sizes of the gloo groups, each of the first ranks; empty: torch.distributed is not initialised."""
     module: str
     """Imported before the fork, once for all ranks of a session."""
 
 
 @dataclass(frozen=True)
 class ReapRequest:
-    """Asks for the exit code of a rank: an int as subprocess gives it, None while the rank runs."""
+    """A request for a rank's exit code: an int as in subprocess, or None while the rank runs."""
 
     pid: int
 
 
 @dataclass(frozen=True)
 class Call:
-    """One function to run, with the group of the first `group_size` ranks (0: None) and args; the random
-    numbers of every rank begin at `seed`."""
+    """A function to run with the group of the first `group_size` ranks (0: None) and args. The random numbers
+    of every rank begin at `seed`."""
 
     module: str
     qualname: str
@@ -67,7 +67,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a Call on one rank; `error` is None also where the exception cannot be pickled."""
+    """The result of a Call on one rank; `error` is also None if the exception cannot be pickled."""
 
     failed: bool
     value: Any = None
@@ -78,16 +78,15 @@ class Outcome:
 
 
 def die_with_parent(parent: int, signal_number: int = signal.SIGKILL) -> None:
-    """Asks the kernel for a signal to this process when its parent ends; `parent` is the pid it had at the
-    fork."""
+    """Has the kernel signal this process when its parent ends. parent: the parent's pid at the fork."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal_number) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it was gone before the kernel was asked
+    if os.getppid() != parent:  # it ended before prctl
         os._exit(1)
 
 
 def serve_requests(channel: socket.socket) -> tuple[SpawnRequest, int] | None:
-    """The template's loop. Returns what to be in a forked rank, None in the template when pytest hangs up."""
+    """The template's loop. Returns (request, pipe) in a forked rank, None in the template at the end."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, LARGEST_REQUEST, 1)
         if not message:
@@ -98,7 +97,7 @@ def serve_requests(channel: socket.socket) -> tuple[SpawnRequest, int] | None:
             channel.send(pickle.dumps(os.waitstatus_to_exitcode(status) if pid else None))
             continue
         template = os.getpid()
-        with contextlib.suppress(Exception):  # the ranks import it again, and say why it cannot be
+        with contextlib.suppress(Exception):  # the ranks import it again and report the error
             importlib.import_module(request.module)
         pid = os.fork()
         if pid == 0:
@@ -111,7 +110,7 @@ def serve_requests(channel: socket.socket) -> tuple[SpawnRequest, int] | None:
 
 def become_rank(request: SpawnRequest) -> dict[int, Any]:
     """Sets up this forked process and returns its process groups by their size, and None for size 0."""
-    os.setsid()  # Ctrl-C is for pytest, which ends its ranks itself
+    os.setsid()  # Ctrl-C goes to pytest, which ends its ranks itself
     log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -129,7 +128,7 @@ def become_rank(request: SpawnRequest) -> dict[int, Any]:
 
 
 def seed_all(seed: int) -> None:
-    """Python's random numbers, and torch's where it is there, begin at `seed`."""
+    """Seeds Python's random numbers, and torch's if it has been imported."""
     random.seed(seed)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(seed)
@@ -151,13 +150,13 @@ def failure(error: BaseException) -> Outcome:
     carried: BaseException | None = error.with_traceback(None)
     try:
         pickle.loads(pickle.dumps(carried))
-    except Exception:  # whatever its class raises when it is pickled: its text and trace are carried instead
+    except Exception:  # of any kind, from its class: its text and trace travel instead
         carried = None
     return Outcome(failed=True, error=carried, summary=summary, trace=trace, at=time.monotonic())
 
 
 def packed(outcome: Outcome) -> bytes:
-    """Plain pickle: the tensors in it travel as bytes, not as shared memory that outlives a killed rank."""
+    """Pickles plainly: tensors travel as bytes, not as shared memory that outlives a killed rank."""
     try:
         return pickle.dumps(outcome)
     except Exception as error:
@@ -165,7 +164,7 @@ def packed(outcome: Outcome) -> bytes:
 
 
 def serve_calls(pipe: Connection, groups: dict[int, Any]) -> int:
-    """The rank's loop: one Outcome for each Call until pytest hangs up. Returns the exit code."""
+    """The rank's loop: answers each Call with an Outcome until pytest hangs up. Returns the exit code."""
     exit_code = 0
     while True:
         try:
@@ -184,16 +183,16 @@ def serve_calls(pipe: Connection, groups: dict[int, Any]) -> int:
 def main() -> int:
     """The template process; its arguments are the descriptor of its socket and the pid of pytest."""
     die_with_parent(int(sys.argv[2]))
-    # A shell's background jobs ignore Ctrl-C, and so would pytest's ranks if it is one.
+    # Background jobs of a shell ignore Ctrl-C, and pytest's ranks would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Most of what tests import on their ranks. Here it is imported once, and not on every rank of every test
-    # that starts its own. Without torch's compiler, which may look for GPUs: no fork could use them then.
+    # Imports most modules that tests need on their ranks once, instead of on every rank of every launch. Not
+    # torch's compiler: it may look for GPUs, and then no fork could use them.
     import torch
     import torch.distributed
 
     import pyruntime.train.run  # noqa: F401
 
-    # What is here now no rank needs to search for garbage; at its end that would take most of a second.
+    # No rank need search these objects for garbage; at its end that would take most of a second.
     gc.collect()
     gc.freeze()
     torch.set_num_threads(1)

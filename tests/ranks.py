@@ -7,10 +7,9 @@
     def test_sum(ranks):
         first, second = ranks.run(sums, 2, torch.ones(3))
 
-`run` uses a pool of ranks that lives on to the end of the file; the next one has ranks of its own. `launch`
-starts fresh processes, for tests that kill them or that set up torch.distributed themselves. The functions
-travel by name, so they stand at the top level of a module; arguments and results travel by pickle. How the
-processes come to be is told in tests/rank_worker.py.
+`run` uses a pool of ranks that lives until the end of the file. `launch` starts fresh processes, for tests
+that kill them or that set up torch.distributed themselves. Functions travel by name, so they must be at the
+top level of a module; arguments and results travel by pickle. tests/rank_worker.py starts the processes.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from tests.rank_worker import LARGEST_REQUEST, STACKS_SIGNAL, Call, Outcome, Rea
 
 ROOT = Path(__file__).resolve().parent.parent
 POOL_SIZE = 4
-LARGE_POOL_SIZE = 8  # for the few tests that ask for more; these ranks do not stay
-GRACE_S = 3.0  # how long the other ranks may still work after one has failed
-EXIT_S = 20.0  # how long a launched rank may take to exit after its function has returned
+LARGE_POOL_SIZE = 8  # for the few tests that need more ranks; this pool is ended soon
+GRACE_S = 3.0  # the time that the other ranks have after one has failed
+EXIT_S = 20.0  # the time that a launched rank has to exit after its function has returned
 LONGEST_OUTPUT = 8000  # characters of a rank's output that an error shows
 
 
@@ -55,7 +54,7 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True)
 class Launched:
-    """What became of a fresh process: its exit code (-9 after SIGKILL), its result or exception if any."""
+    """The end of a fresh process: its exit code (-9 after SIGKILL), and its result or exception if any."""
 
     exit_code: int
     value: Any
@@ -64,7 +63,7 @@ class Launched:
 
 
 class Template:
-    """The process that ranks are forked from; it starts with the first rank that is asked for."""
+    """The process that ranks are forked from; it starts with the first rank."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -111,7 +110,7 @@ class Template:
 
 
 class Rank:
-    """One rank's process, its pipe and the file that takes what it prints."""
+    """One rank's process, its pipe and the file with its output."""
 
     def __init__(self, template: Template, number: int, log: Path, request: SpawnRequest) -> None:
         self.number = number
@@ -128,24 +127,24 @@ class Rank:
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
         with contextlib.suppress(
             BrokenPipeError
-        ):  # it died; the end of its pipe tells when the answer is read
+        ):  # it died; reading the answer from its closed pipe will show that
             self.pipe.send_bytes(packed)
 
     def answer(self) -> Outcome | None:
-        """Its Outcome, or None when it died before it gave one."""
+        """Returns its Outcome, or None if it died before it sent one."""
         try:
             return pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             return None
 
     def output(self) -> str:
-        """What it printed since its last call began."""
+        """Returns what it printed since its last call began."""
         if not self._log.exists():
             return ""
         return self._log.read_bytes()[self._log_start :].decode(errors="replace").strip()
 
     def stacks(self) -> str:
-        """Where each of its threads stands now, by faulthandler."""
+        """Returns the stacks of all its threads, by faulthandler."""
         size = len(self.output())
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, STACKS_SIGNAL)
@@ -156,7 +155,7 @@ class Rank:
         return self.output()[size:]
 
     def end(self, deadline: float) -> int:
-        """Hangs up and returns its exit code; kills it when it has not ended by `deadline` (monotonic)."""
+        """Hangs up and returns its exit code; kills it if it has not ended by `deadline` (monotonic)."""
         self.pipe.close()
         while self.exit_code is None:
             self.exit_code = self._template.request(ReapRequest(self.pid))
@@ -168,11 +167,11 @@ class Rank:
 
 
 class World:
-    """A set of ranks that can talk to each other, and their one call at a time."""
+    """A set of ranks that can exchange data and run one call at a time."""
 
     def __init__(self, template: Template, size: int, group_sizes: tuple[int, ...], module: str) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        # The store lives in pytest, as it lives in torchrun's agent: it outlasts any rank.
+        # The store is in the pytest process, as with torchrun it is in the agent: it outlives every rank.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.ranks: list[Rank] = []
         for number in range(size):
@@ -183,9 +182,9 @@ class World:
             self.ranks.append(Rank(template, number, log, request))
 
     def call(self, call: Call, ranks: int, timeout: float, grace: float) -> dict[int, Outcome | None]:
-        """Runs `call` on the first `ranks` ranks and returns their outcomes; None is a rank that died.
+        """Runs `call` on the first `ranks` ranks and returns their outcomes; None for a rank that died.
 
-        A rank that still runs after `timeout` seconds, or `grace` seconds after another failed, is absent.
+        A rank that still runs after `timeout` seconds, or `grace` seconds after another failed, is left out.
         """
         packed = pickle.dumps(call)
         running = {rank.pipe: rank for rank in self.ranks[:ranks]}
@@ -202,20 +201,20 @@ class World:
         return outcomes
 
     def end(self, within_s: float) -> list[int]:
-        """Hangs up on every rank and returns their exit codes; who takes longer than `within_s` is killed."""
+        """Hangs up on every rank, kills those that outlast `within_s`, and returns the exit codes."""
         for rank in self.ranks:
             rank.pipe.close()
         deadline = time.monotonic() + within_s
         return [rank.end(deadline) for rank in self.ranks]
 
     def close(self) -> None:
-        """Kills what still runs and removes the files."""
+        """Kills ranks that still run and removes the files."""
         self.end(within_s=0.0)
         shutil.rmtree(self._folder)
 
 
 class Ranks:
-    """The `ranks` fixture. seed: where random numbers begin, on every rank and in every call."""
+    """The `ranks` fixture. seed: of the random numbers on every rank, set again in every call."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -231,11 +230,11 @@ class Ranks:
         timeout: float = 60.0,
         expect_errors: bool = False,
     ) -> list[Any]:
-        """Returns [function(group, *args) on each of `world_size` ranks], in the order of the ranks.
+        """Returns the results of function(group, *args) on `world_size` ranks, in rank order.
 
-        group is a gloo process group of exactly these ranks. Raises RankError when a rank raises (from its
+        group is a gloo process group of exactly these ranks. Raises RankError if a rank raises (from its
         exception), dies, or takes more than `timeout` seconds (with the stacks of all that still ran).
-        With expect_errors an exception is returned in the place of the result instead.
+        With expect_errors an exception is returned in place of the result.
         """
         if not 1 <= world_size <= LARGE_POOL_SIZE:
             raise ValueError(f"world_size={world_size} is not in 1 to {LARGE_POOL_SIZE}; use ranks.launch.")
@@ -260,7 +259,7 @@ class Ranks:
                 return [exception_of(r, o) if o.failed else o.value for r, o in enumerate(complete)]
             raise blame(call, world.ranks[:world_size], outcomes, timeout)
         finally:
-            # After a failure the groups may be out of step and a rank in any state; new ranks cost little.
+            # After a failure the groups may be out of step and ranks in any state; new ranks cost little.
             if not clean:
                 del self._pools[size]
                 world.close()
@@ -273,10 +272,10 @@ class Ranks:
         timeout: float = 60.0,
         init: bool = True,
     ) -> list[Launched]:
-        """Runs function(group, *args) on fresh processes that then exit, and tells how each of them ended.
+        """Runs function(group, *args) on fresh processes that then exit, and returns how each of them ended.
 
-        With init=False torch.distributed is not initialised and group is None; the environment is torchrun's
-        either way. Raises RankError only for a rank that is still running after `timeout` seconds.
+        With init=False torch.distributed is not initialised and group is None. The environment is torchrun's
+        in both cases. Raises RankError only for a rank that still runs after `timeout` seconds.
         """
         call = Call(*name_of(function), world_size if init else 0, args, self._seed)
         world = World(self._template, world_size, (world_size,) if init else (), call.module)
@@ -293,13 +292,13 @@ class Ranks:
             world.close()
 
     def end_test(self) -> None:
-        """Called after every test: ends the large pool unless this test used it; it should not linger."""
+        """Called after every test: ends the large pool unless this test used it."""
         if not self._large_pool_used and LARGE_POOL_SIZE in self._pools:
             self._pools.pop(LARGE_POOL_SIZE).close()
         self._large_pool_used = False
 
     def end_file(self) -> None:
-        """Called after the last test of a file: the next one has ranks of its own."""
+        """Called after the last test of a file: ends all pools, so that the next file has new ranks."""
         for world in self._pools.values():
             world.close()
         self._pools.clear()
@@ -310,13 +309,13 @@ class Ranks:
 
 
 def without_processes(message: str) -> str:
-    """A message without where its ranks run: "rank 1" for "rank 1 (tp 0; process 4711 on node3)"."""
+    """Returns a message without its ranks' places: "rank 1" for "rank 1 (tp 0; process 4711 on node3)"."""
     return re.sub(r" \((?:[^()]*; )?process \d+ on [^()]+\)", "", message)
 
 
 def check_others_lost_rank_1(outcomes: Sequence[Launched]) -> None:
-    """Rank 1 was killed; each other returned its error's name and message and the seconds until it ended,
-    with a deadline of 4."""
+    """Checks that the others raised PeerLost after rank 1 was killed. They returned their error's name and
+    message and the seconds until it, with a deadline of 4 s."""
     assert outcomes[1].exit_code == -signal.SIGKILL
     for rank in (outcomes[0], *outcomes[2:]):
         kind, message, seconds = rank.value
@@ -330,7 +329,7 @@ def launched(rank: Rank, exit_code: int, outcome: Outcome | None) -> Launched:
 
 
 def name_of(function: Callable[..., Any]) -> tuple[str, str]:
-    """(module, qualified name) under which a rank finds the function."""
+    """Returns (module, qualified name), by which a rank finds the function."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "<unnamed>")
     if module is None or "<" in name:
         raise ValueError(
@@ -341,14 +340,14 @@ def name_of(function: Callable[..., Any]) -> tuple[str, str]:
 
 
 def exception_of(rank: int, outcome: Outcome) -> BaseException:
-    """The rank's own exception with its traceback as a note; a RankError where it could not be pickled."""
+    """Returns the rank's exception, its traceback as a note; a RankError if it could not be pickled."""
     error = outcome.error or RankError(rank, outcome.summary)
     error.add_note(f"on rank {rank}:\n{outcome.trace}")
     return error
 
 
 def blame(call: Call, ranks: list[Rank], outcomes: dict[int, Outcome | None], timeout: float) -> RankError:
-    """The error for a call that did not end well on all ranks; it names the rank that failed first."""
+    """Returns the error for a call that failed on some rank; it names the rank that failed first."""
     died = [rank for rank in ranks if rank.number in outcomes and outcomes[rank.number] is None]
     raised = [(o.at, rank) for rank, o in outcomes.items() if o is not None and o.failed]
     reports = {rank.number: report(rank, outcomes) for rank in ranks}
@@ -369,7 +368,7 @@ def blame(call: Call, ranks: list[Rank], outcomes: dict[int, Outcome | None], ti
 
 
 def report(rank: Rank, outcomes: dict[int, Outcome | None]) -> str:
-    """What a rank did, for the message of an error: its exception, its end, or where it hangs."""
+    """Describes a rank in an error's message: its exception, its exit, or the stacks in which it hangs."""
     if rank.number not in outcomes:
         printed = rank.output()
         return section(rank, "still running", rank.stacks(), printed)
@@ -393,7 +392,7 @@ def section(rank: Rank, title: str, body: str, printed: str) -> str:
 
 
 def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """The variables that torchrun sets on one host, for a store that listens on `port` in this process."""
+    """Returns the variables that torchrun sets on one host, for a store on `port` of this process."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

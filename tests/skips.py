@@ -1,4 +1,4 @@
-"""What was skipped and why, one line a reason: pytest's own summary has one for each place in the sources."""
+"""Lists skipped tests with one line a reason; pytest's own summary has one for each place in the sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def lines(skipped: Iterable[pytest.TestReport]) -> list[str]:
-    """ "12 in tests/cuda: no GPU.", the most frequent reason first."""
+    """Returns lines like "12 in tests/cuda: no GPU.", the most frequent reason first."""
     folders: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for report in skipped:
         _, _, reason = report.longrepr

@@ -1,4 +1,4 @@
-"""Tests in two workers run beside each other, and one that is marked alone beside none."""
+"""Files of tests in two workers run at the same time; while a test marked alone runs, no other does."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ def test_other(number):
 
 
 def in_two_workers(folder: Path, **files: str) -> str:
-    """How pytest ends that runs these files of tests."""
+    """Runs these files of tests in two workers and returns pytest's last line."""
     for name, text in files.items():
         (folder / f"test_{name}.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "tests.beside", "-p", "no:cacheprovider", str(folder)]

@@ -1,4 +1,4 @@
-"""Builds beside the tests: waited for, told of, and gone with the session, however that ends."""
+"""Builds during a session: tests wait for them, get their errors, and no build outlives the session."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.cuda import conftest as of_cuda
 
 
 def recipe(folder: Path, command: str) -> Recipe:
-    """`made` in `folder`, by a command in the words of ninja."""
+    """Returns a recipe that makes `made` in `folder` by a ninja command."""
     text = f"rule run\n  command = {command}\nbuild made: run\n"
     return Recipe("what is tested", folder, text)
 
 
 @pytest.fixture
 def begin():
-    """Starts the builds of recipes, and stops them in the end."""
+    """Starts the builds of recipes, and stops them after the test."""
     begun: list[Builds] = []
 
     def start(*recipes: Recipe) -> Builds:
@@ -52,7 +52,7 @@ def soon(what: Callable[[], bool]) -> bool:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process does; one that ended and was not waited for does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -76,7 +76,7 @@ def test_what_was_wanted_is_there_when_it_is_finished_and_tests_come_first(begin
 def test_a_build_that_fails_is_told_with_its_output_and_others_succeed(begin, tmp_path):
     bad, good = recipe(tmp_path / "bad", "echo no such header && false"), recipe(tmp_path, "touch $out")
     begun = begin(bad, good)
-    for _ in range(2):  # every test that needs it is told
+    for _ in range(2):  # every test that needs it gets the error
         with pytest.raises(RuntimeError, match=r"(?s)^what is tested cannot be built:\n.*no such header"):
             begun.finish(bad)
     begun.finish(good)
@@ -122,7 +122,7 @@ time.sleep(60)
 
 
 def wanted_by(*items: SimpleNamespace) -> list[str]:
-    """What is built for a session of these tests."""
+    """Returns what a session of these tests builds."""
     begun: list[str] = []
     collected = SimpleNamespace(want=lambda recipe: begun.append(recipe.what))
     session = SimpleNamespace(items=items, config=SimpleNamespace(stash={BUILDS: collected}))

@@ -1,5 +1,5 @@
-"""The core is checked against a torch that is not installed, here against toys of both; versions that nobody
-has checked are refused."""
+"""tools/check_torch.py checks a core against a torch that is not installed, here with toys of both; unchecked
+versions are refused."""
 
 import shutil
 import subprocess
@@ -36,7 +36,7 @@ def compile_(source: str, made: Path, *flags: str) -> None:
 
 @pytest.fixture
 def toys(tmp_path: Path) -> tuple[Path, Path]:
-    """A tree with a core, and a wheel with a torch that has less than its header says."""
+    """A tree with a core, and a wheel with a torch that lacks a function of its header."""
     root, torch = tmp_path / "tree", tmp_path / "torch"
     (root / "csrc" / "cuda").mkdir(parents=True)
     (root / "csrc" / "precompiled.h").write_text("#include <c10/toy.h>\n")
@@ -81,7 +81,7 @@ def test_what_is_no_torch_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="has no torch/include"):
         check(tmp_path)
     (tmp_path / "torch.whl").write_text("no archive")
-    with pytest.raises(SystemExit, match="is no wheel"):
+    with pytest.raises(SystemExit, match="is not a wheel"):
         check(tmp_path / "torch.whl")
 
 
@@ -91,5 +91,5 @@ def test_a_torch_that_nobody_has_checked_is_refused_with_those_that_are_known():
     for unknown in ("2.10.1", "2.1.1", "2.111.0", "3.0.0", "2.16.0.dev20261101", "unknown"):
         with pytest.raises(SystemExit) as caught:
             refuse_unknown(unknown)
-        assert "with torch 2.11, 2.12, 2.13, 2.14 and 2.15 and found torch" in str(caught.value)
+        assert "with torch 2.11, 2.12, 2.13, 2.14 and 2.15, and this is torch" in str(caught.value)
         assert unknown in str(caught.value)

@@ -1,4 +1,4 @@
-"""The page of options is the one that the options make."""
+"""The page of options is the one generated from them."""
 
 from __future__ import annotations
 

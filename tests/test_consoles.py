@@ -1,4 +1,4 @@
-"""Commands on the pages run as they stand, and print what is shown below them, but for numbers and blanks."""
+"""Commands on the pages run unchanged, and print the output shown below them, except numbers and blanks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUMBER = re.compile(r"\d[\d,.:]*(?:e[+-]\d+)?%?")
 
 
 def steps_of(page: Path) -> list[tuple[str, str]]:
-    """In order: (name of a file, its text) and ("", a command and what it prints)."""
+    """Returns the page's steps in order: (file name, its text) or ("", a command and its output)."""
     steps = []
     for kind, title, text in BLOCK.findall(page.read_text()):
         if kind == "console":
@@ -32,7 +32,7 @@ def without_numbers(line: str) -> str:
 
 
 def check_output(shown: list[str], printed: list[str], command: str) -> None:
-    """Each shown line follows the one before it, at once, or after any others where "..." stands between."""
+    """Checks that each shown line follows the one before it, directly unless "..." is between them."""
     at, may_skip = 0, True
     lines = [without_numbers(line) for line in printed]
     for line in map(without_numbers, shown):
@@ -47,7 +47,7 @@ def check_output(shown: list[str], printed: list[str], command: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 @pytest.mark.second_tier
 def test_a_page_prints_what_it_shows(page, tmp_path):
-    """A shell's variables last for one command, so `export` is done here."""
+    """`export` is handled here, because each command has a shell of its own."""
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": programs, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""What a file of the first tier may cost, by what `make test-costs` has recorded; and how it is counted."""
+"""Limits the cost of first-tier files, as recorded by `make test-costs`, and tests how it is counted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_is_recorded_is_there_and_all_of_the_first_tier_is_recorded():
         "no:cacheprovider",
     ]
     new = sorted(files - recorded.keys())
-    if new:  # of the second tier, or new
+    if new:  # second-tier files, or new ones
         shown = subprocess.run([*command, *new], cwd=ROOT, capture_output=True, text=True, timeout=120).stdout
         first = sorted({line.partition("::")[0] for line in shown.splitlines() if "::" in line})
         assert not first, "run `make test-costs`"

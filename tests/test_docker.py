@@ -1,5 +1,5 @@
-"""The Dockerfiles: nothing that they name is missing here. hadolint says whether they are well made
-(`make lint`), tests/test_sdist.py whether what they copy can be installed."""
+"""Everything that the Dockerfiles name exists. hadolint checks their quality (`make lint`),
+tests/test_sdist.py whether what they copy can be installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documents: short sentences, few words, each page where it belongs, nothing named that is not there."""
+"""Checks the documents: short sentences, few words, each page in its folder, and names that exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyruntime.train.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 BESIDE = ("bench/results/*.md", "csrc/cuda/*.md", "examples/**/*.md", "tests/model/*.md")
-"""Documents that lie beside what they are about."""
+"""Documents beside the code that they describe."""
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in ("*.md", "docs/**/*.md", *BESIDE)
@@ -28,22 +28,26 @@ PAGES = sorted(
 SITE = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
 FOLDERS = {"tutorials", "how-to", "reference", "explanation", "figures"}
 GENERATED = {"docs/reference/configuration.md"}
-"""Written by tools/write_configuration.py out of docstrings."""
+"""Pages that tools/write_configuration.py generates from docstrings."""
 READ_THROUGH = [page for page in PAGES if not page.startswith(("bench/", "CHANGELOG", *GENERATED))]
-"""What a person reads from its beginning to its end."""
+"""Pages that a person reads from beginning to end."""
 MOST_WORDS, LONGEST_SENTENCE, WIDTH = 35_000, 35, 120
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 OURS = re.compile(r"(?:bench|csrc|docker|docs|examples|hip|pyruntime|tests|tools)/[\w.*{},/-]*")
-"""A path from the repository's root, as texts and commands name it."""
+"""Paths from the repository's root in texts and commands."""
 EVERYWHERE = ("config", "help", "dry_run", "profile", "ranks", "ranks_per_host")
-"""Options that train and mesh take beside those of the configuration."""
+"""Options of train and mesh outside the configuration."""
+OURS_TO_EXPLAIN = re.compile(
+    r"\b(?:tier|exposed|replica|chunk|displacement|arbiter|companion group|traffic class)s?\b"
+)
+"""Words of our own in the glossary that mean nothing else on a page for users."""
 MADE = re.compile(r"\.(so|log)$|[A-Z]{3,}")
-"""What builds make, and names with a placeholder in them: test_NAME.cpp."""
+"""Products of builds, and names with a placeholder: test_NAME.cpp."""
 
 
 @cache
 def files() -> frozenset[str]:
-    """All that git has or would take; a tree without git: all that is there."""
+    """Returns the files that git tracks or would add; without git, all files of the tree."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     names = listed.stdout.splitlines() if listed.returncode == 0 else []
@@ -55,7 +59,7 @@ def files() -> frozenset[str]:
 
 
 def alternatives(path: str) -> list[str]:
-    """a/{b,c}.h as a/b.h and a/c.h."""
+    """Expands a/{b,c}.h to a/b.h and a/c.h."""
     found = re.search(r"\{([^{}]*)\}", path)
     if not found:
         return [path]
@@ -72,13 +76,13 @@ def is_there(path: str) -> bool:
 
 
 def prose(page: str) -> list[str]:
-    """The lines of a page but its code, tables and pictures."""
+    """Returns the lines of a page without code, tables and pictures."""
     lines = CODE.sub("", (ROOT / page).read_text()).splitlines()
     return [line for line in lines if not line.startswith(("|", "    ", "!["))]
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """Returns the anchors of the page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", CODE.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -90,7 +94,7 @@ def test_prose_is_narrow(page):
 
 
 def test_all_pages_of_the_site_are_read_in_an_afternoon():
-    """Words have a letter or a digit in them: bars of tables do not count."""
+    """A word has a letter or a digit, so bars of tables do not count."""
     counts = {
         page: len(re.findall(r"\S*\w\S*", (ROOT / "docs" / page).read_text()))
         for page in SITE
@@ -107,7 +111,7 @@ def test_every_page_is_in_the_nav_and_in_a_folder_of_its_type():
 
 
 def sentences(page: str) -> Iterator[str]:
-    """Of the prose: code is one word, a link its text, what stands in brackets is left out."""
+    """Yields the sentences of the prose: code is one word, a link its text, brackets are left out."""
     text = re.sub(r"^#.*$|^ *(?=[*-] |\d+\. )", "\n\n", "\n".join(prose(page)), flags=re.MULTILINE)
     for paragraph in re.split(r"\n\s*\n", text):
         line = re.sub(r"`[^`]*`", "code", " ".join(paragraph.split()))
@@ -126,7 +130,7 @@ def test_a_sentence_is_read_once(page):
 
 @cache
 def flags() -> dict[str, set[str]]:
-    """The options of each command of `python -m pyruntime`."""
+    """Returns the options of each command of `python -m pyruntime`."""
     found = {}
     for command in COMMANDS:
         module = importlib.import_module(f"pyruntime.cli.{command}")
@@ -156,6 +160,19 @@ def test_links_lead_somewhere(page):
         target = ((ROOT / page).parent / name).resolve() if name else ROOT / page
         assert target.is_file(), f"{page} links to {link}"
         assert not anchor or anchor in anchors(target), f"{page} links to {link}, which has no such heading"
+
+
+@pytest.mark.parametrize("page", [page for page in SITE if page.startswith(("tutorials/", "how-to/"))])
+def test_words_of_our_own_lead_to_the_glossary_where_a_page_first_has_them(page):
+    """In headings, code, and the line about GPUs above a page's beginning they need not."""
+    lines = CODE.sub("", (ROOT / "docs" / page).read_text()).splitlines()
+    text = "\n".join(line for line in lines if not line.startswith(("    ", "![", "#", "GPUs:")))
+    text, seen = re.sub(r"`[^`]*`", "code", text), set()
+    for found in OURS_TO_EXPLAIN.finditer(text):
+        word = found[0].removesuffix("s")
+        is_linked = re.match(r"[^\[\]]*\]\(\.\./reference/glossary\.md#", text[found.start() :])
+        assert word in seen or is_linked, f"{page} does not link its first {word!r} to the glossary"
+        seen.add(word)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md" and page not in GENERATED])

@@ -1,5 +1,5 @@
-"""The site of docs/: its API reference has all that is public, where it can be imported from, and a browser
-shows its pages with the nav and the search."""
+"""The site of docs/: its API reference has every public name under its module, and a browser shows its pages
+with navigation and search."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_links_lead_to_the_copies_on_the_site():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Iterator[tuple[Path, str]]:
-    """The folder of the built site, and where it is served."""
+    """The folder of the built site, and its address."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}

@@ -1,5 +1,5 @@
-"""The scripts of examples/ run on two ranks as they stand, one after the other in one start of processes, and
-what they print is right."""
+"""The scripts of examples/ run unchanged on two ranks, one after the other in one launch, and print right
+results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUMBER = r"(\d+\.\d+(?:e-\d+)?)"
 
 
 def code_lines(path: Path) -> list[str]:
-    """Without the docstring, imports and blank lines."""
+    """Returns the lines of a script without docstring, imports and blank lines."""
     tree = ast.parse(path.read_text())
     lines = path.read_text().splitlines()
     for node in tree.body:
@@ -32,7 +32,7 @@ def code_lines(path: Path) -> list[str]:
 
 
 def run_all(_group) -> dict[str, str]:
-    """{example: what it prints}."""
+    """Returns {example: its output}."""
     printed = {}
     for name, path in EXAMPLES.items():
         with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -43,7 +43,7 @@ def run_all(_group) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def printed(ranks) -> list[dict[str, str]]:
-    """By rank."""
+    """The outputs of the examples, by rank."""
     outcomes = ranks.launch(run_all, 2, init=False, timeout=180)
     for rank in outcomes:
         assert rank.error is None and rank.exit_code == 0, f"{rank.error}\n{rank.output}"

@@ -1,7 +1,7 @@
-"""What a machine can hold of a house that a stranger can carry: short functions, no circles, one name for one
-thing, no state of modules, folders that a person takes in, and options that are decisions.
+"""Checks the structure of the sources: short functions, no import circles, one meaning for each name, no
+module state, small folders, and only options that someone would set.
 
-Exceptions are named here, and there may be fewer of them, never more."""
+Exceptions are listed here; the lists may only shrink."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LARGEST_FOLDER = 25  # files
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """Every module of the product by its name."""
+    """Returns every module of the product by its name."""
     found = {}
     for path in sorted((ROOT / "pyruntime").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -47,7 +47,7 @@ LONG_FUNCTIONS: set[str] = set()
 
 
 def test_functions_are_short():
-    """A docstring does not count."""
+    """Docstrings do not count."""
     long = set()
     for name, tree in modules().items():
         for qualified, node in functions(tree, name):
@@ -59,7 +59,7 @@ def test_functions_are_short():
 
 
 def imports(name: str, tree: ast.Module) -> set[str]:
-    """The modules of the product that it imports when it is imported."""
+    """Returns the modules of the product that a module imports at its import."""
     found: set[str] = set()
     todo: list[ast.AST] = list(tree.body)
     while todo:
@@ -83,7 +83,7 @@ def imports(name: str, tree: ast.Module) -> set[str]:
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Sets of modules that import each other (Tarjan 1972)."""
+    """Returns the sets of modules that import each other (Tarjan 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -154,14 +154,14 @@ MUTABLE = {
 }
 MUTABLE |= {"WeakSet", "OrderedDict"}
 STATE_THAT_STAYS = {
-    # Ends with its process group; torch's, whose objects take no attributes.
+    # An entry ends with its process group, which is torch's and takes no attributes.
     "pyruntime.comm.companions._companions",
-    # The connections to the job's store, which a Runtime finds again and others may still ask.
+    # The connections to the job's store, which a later Runtime reuses and others may still need.
     "pyruntime.comm.rendezvous._connect",
     "pyruntime.comm.rendezvous._generation",
-    # torch's hooks are the process's, and added once.
+    # torch's hooks belong to the process and are added once.
     "pyruntime.nn.module.register_with_torch",
-    # What never changes.
+    # Results that never change.
     "pyruntime.any_model.activations.row_shard._rule_of",
     "pyruntime.choices.values",
     "pyruntime.cli.arguments._docs",
@@ -172,8 +172,8 @@ STATE_THAT_STAYS = {
 
 
 def state_of(tree: ast.Module) -> Iterator[str]:
-    """Names of the module and of its classes that begin as empty containers, or that functions assign to, and
-    functions that remember all that they have answered."""
+    """Yields names of the module and its classes that start as empty containers or that functions assign to,
+    and functions that cache all their results."""
     classes = [node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     for node in itertools.chain(tree.body, *classes):
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
@@ -198,14 +198,13 @@ def test_modules_and_classes_keep_no_state():
 
 
 def known_choices() -> dict[str, set[str]]:
-    """The values of every choice by the choice's name."""
+    """Returns the values of every choice by the choice's name."""
     found = {name: set(choices.values(choice)) for name, choice in vars(choices).items() if name[0] != "_"}
     return {name: values for name, values in found.items() if values}
 
 
 def lists_of_words(tree: ast.Module) -> Iterator[tuple[ast.AST, set[str], bool]]:
-    """The words in each tuple, list, set, Literal, keys of a mapping (True), and sentence that names several
-    things."""
+    """Yields the words in each tuple, list, set, mapping's keys (then True), and enumeration."""
     told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
     told |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Assign) and names_all(node)}
     for node in ast.walk(tree):
@@ -225,9 +224,9 @@ def names_all(node: ast.Assign) -> bool:
 
 
 def test_values_of_a_choice_are_listed_in_its_home_alone():
-    """pyruntime/choices.py is the home. A mapping that says something of each value names all of them; other
-    lists are made from it. One value by itself is a branch of code, and a list in which other words are in
-    the majority is of something else."""
+    """pyruntime/choices.py is the home, from which other lists are made. A mapping may name all values, to
+    add something to each. A single value is a branch of code, and a list with mostly other words is another
+    list."""
     for module, tree in modules().items():
         if module == choices.__name__:
             continue
@@ -242,7 +241,7 @@ def test_values_of_a_choice_are_listed_in_its_home_alone():
 
 
 def test_tables_of_documents_have_every_value_of_a_choice():
-    """But those that stand for another value, or for nothing."""
+    """Except values that stand for another one, or for none."""
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for table in re.findall(r"(?:^\|.*\n)+", path.read_text(), re.MULTILINE):
             words = {
@@ -275,7 +274,7 @@ def test_a_folder_has_no_more_files_than_a_person_takes_in():
 
 
 def options(kind: type, prefix: str = "") -> Iterator[str]:
-    """The trainer's options: fields of its configuration that are no groups of fields."""
+    """Yields the trainer's options: fields of its configuration that are not groups of fields."""
     hints = get_type_hints(kind)
     for field in fields(kind):
         name, of = f"{prefix}{field.name}", hints[field.name]
@@ -286,6 +285,18 @@ def options(kind: type, prefix: str = "") -> Iterator[str]:
 
 
 def test_every_option_of_the_trainer_is_a_decision():
-    """tests/options.txt says of each who would set it, and when."""
+    """tests/options.txt says who would set each option, and when."""
     listed = [line.split(maxsplit=1) for line in (ROOT / "tests/options.txt").read_text().splitlines()]
     assert sorted(options(RunConfig)) == [name for name, _ in listed]
+
+
+def test_what_only_cuda_has_is_asked_in_one_folder():
+    """Elsewhere torch.accelerator and torch.get_device_module() are asked, which know any device."""
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in modules().items()
+        if not name.startswith("pyruntime.cuda")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.cuda")
+    ]
+    assert not found

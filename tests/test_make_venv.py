@@ -1,4 +1,4 @@
-"""The environment that make sets up: which torch is seen, and under which version pip knows it."""
+"""The environment that make sets up: which torch it uses, and the version of it that pip knows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.second_tier
 
 
 def packaged(folder: Path, version: str, for_pip: str) -> None:
-    """A torch as a wheel leaves it."""
+    """Writes a torch as a wheel installs it."""
     (folder / "torch").mkdir(parents=True)
     (folder / "torch" / "__init__.py").write_text(f"__version__ = {version!r}\n")
     metadata = folder / f"torch-{for_pip}.dist-info" / "METADATA"
@@ -25,7 +25,7 @@ def packaged(folder: Path, version: str, for_pip: str) -> None:
 
 
 def test_pip_is_told_the_version_that_it_knows(tmp_path, monkeypatch):
-    """PyPI's wheels for CUDA say +cu130 when they are imported, and nothing of it to pip."""
+    """PyPI's wheels for CUDA have a version with +cu130 when imported, and without it in pip."""
     packaged(tmp_path, "2.13.0+cu130", "2.13.0")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert importable_torch(sys.executable) == ("2.13.0+cu130", "2.13.0", str(tmp_path))

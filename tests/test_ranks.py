@@ -1,4 +1,4 @@
-"""The pool of ranks itself: what it returns, and what it says when a rank raises, dies or hangs."""
+"""The pool of ranks (tests/ranks.py): its results, and its errors when a rank raises, dies or hangs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def process_id(group):
 def fails_on_one(group, guilty):
     if group.rank() == guilty:
         raise ValueError(f"no luck on {group.rank()}")
-    dist.barrier(group=group)  # never completes: the others wait for the guilty
+    dist.barrier(group=group)  # never completes: the others wait for the guilty rank
 
 
 def fails_late(group):
@@ -55,7 +55,7 @@ def sleeps_for_ever():
 
 def dies_on_one(group, number):
     store = dist.distributed_c10d._get_default_store()
-    store.add("under way", 1)  # who has not met the others yet would fail, too
+    store.add("under way", 1)  # a rank that has not met the others yet would fail, too
     if group.rank() == 0:
         while store.add("under way", 0) < group.size():
             time.sleep(0.01)
@@ -90,7 +90,7 @@ def initialises_itself(group):
 
 
 def is_gone(pid: int) -> bool:
-    """True when no process has this pid, or only what its parent has not yet asked after."""
+    """Whether no process has this pid, or only a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except FileNotFoundError:
@@ -137,7 +137,7 @@ def test_expected_errors_are_returned(ranks):
 
 
 def test_ranks_of_which_some_have_met_before_hear_of_each_other(ranks):
-    ranks.run(fails_late, 2, expect_errors=True)  # and so the next are new
+    ranks.run(fails_late, 2, expect_errors=True)  # so the next ranks are new
     assert ranks.run(meets, 2, False) == ["of rank 0"] * 2
     assert ranks.run(meets, 4, True, timeout=20.0) == ["of rank 0"] * 4
 

@@ -1,4 +1,4 @@
-"""The programs in the README and in docs/how-to/torch-symm-mem.md run as they stand there."""
+"""The programs in the README and in docs/how-to/torch-symm-mem.md run unchanged."""
 
 from __future__ import annotations
 

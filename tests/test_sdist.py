@@ -1,5 +1,5 @@
-"""The source distribution has all that an installation from it needs, and so has what images copy; a wheel
-has the core, the torch that it is for, and the kernels beside it."""
+"""The source distribution, and the files that images copy, suffice for an installation; a wheel has the core,
+its torch's version, and the kernels."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(*command: str | Path, **more) -> str:
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
-    # A list of files that an earlier build left in the source folder would hide what MANIFEST.in lacks.
+    # A list of files from an earlier build in the source folder would hide what MANIFEST.in lacks.
     run(sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder, "sdist", "-d", folder, cwd=ROOT)
     (made,) = folder.glob("*.tar.gz")
     return made
@@ -73,7 +73,7 @@ def test_it_has_every_source_of_the_core_and_of_the_kernels(unpacked):
 
 
 def pip(command: str, *arguments: str | Path, cwd: Path, **environment: str) -> None:
-    # Not from the source folder, whose package would be in the way.
+    # Not in the source folder, whose package would be imported instead.
     options = ("-q", "--no-index", "--no-deps", "--no-build-isolation")
     run(sys.executable, "-m", "pip", command, *options, *arguments, cwd=cwd, env=os.environ | environment)
 
@@ -84,7 +84,7 @@ def install(sdist: Path, target: Path, **environment: str) -> None:
 
 @pytest.fixture
 def compilers(tmp_path) -> dict[str, str]:
-    """Variables that name a compiler which compiles nothing."""
+    """Environment variables that name a compiler which compiles nothing."""
     compiler = tmp_path / "compiler"
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
@@ -99,7 +99,7 @@ def test_pip_installs_from_it(sdist, tmp_path, compilers):
         wanted = {path.relative_to(package) for path in package.rglob(ending)}
         assert wanted <= {path.relative_to(installed) for path in installed.rglob(ending)}
     assert list(installed.glob("_C*.so"))
-    headers = installed / "cuda" / "headers"  # what tile variants are compiled of
+    headers = installed / "cuda" / "headers"  # the sources of tile variants
     assert (headers / "csrc/cuda/portable/gemm/tile_gemm.cuh").exists() and (
         headers / "csrc/cuda/compat.h"
     ).exists()
@@ -131,7 +131,7 @@ def test_another_torch_is_refused_in_a_sentence(tmp_path):
 
 
 def test_pip_installs_what_images_copy(tmp_path, compilers):
-    """.dockerignore leaves out all but what its lines with "!" name."""
+    """.dockerignore excludes everything except its lines with "!"."""
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     assert lines[0] == "*"
     context = tmp_path / "src"

@@ -1,4 +1,4 @@
-"""A run says once what it skipped and why, and shows failures whole."""
+"""A session prints each reason of skipped tests once, and shows failures whole."""
 
 from tests.inner_pytest import run_pytest
 

@@ -1,4 +1,4 @@
-"""The types that mypy reads of the C++ core are those that the core has."""
+"""The C++ core's types for mypy are those of the built core."""
 
 from __future__ import annotations
 

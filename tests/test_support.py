@@ -1,10 +1,9 @@
-"""The table of what runs where says what the code does: refusals are met, and tests that are named exist."""
+"""The table of what runs where agrees with the code: refusals happen, and tests that it names exist."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from pyruntime import _C
 from pyruntime.cli.train import read
 from pyruntime.train.device import Device, check_device
 from pyruntime.train.errors import ConfigError
-from pyruntime.train.run import check_ledger
-from pyruntime.train.validate.gpus import ON_CPUS_ALONE
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "reference" / "support.md").read_text()
@@ -23,7 +20,7 @@ CELL = re.compile(r"works(, .+)?|not run( \(\w\))?|refused \(\w\)|-")
 
 
 def table(heading: str) -> list[list[str]]:
-    """The rows of the table below a heading, cell by cell."""
+    """Returns the rows of the table below a heading, as lists of cells."""
     lines = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line[:2] == "| "]
     return rows[1:]
@@ -35,7 +32,7 @@ REFUSALS = {letter: (asked, words.strip("`")) for letter, asked, words in table(
 
 
 def source() -> str:
-    """All sources, with literals that follow each other in a call made one."""
+    """Returns all sources, with adjacent string literals joined."""
     files = [*ROOT.glob("pyruntime/**/*.py"), *ROOT.glob("csrc/**/*.cpp")]
     return re.sub(r"\"\s*\n\s*f?\"", "", "\n".join(path.read_text() for path in files))
 
@@ -49,9 +46,12 @@ def test_a_feature_has_words_of_the_legend(row):
 
 @pytest.mark.parametrize(("number", "row"), list(enumerate(TESTS)))
 def test_a_feature_has_tests_that_exist(number, row):
-    feature, tests = row
+    feature, tests, on_device = row
     assert re.sub(r"\[(\w+)\]\([^)]*\)", r"\1", FEATURES[number][0]) == feature
-    for name in tests.split(", "):
+    kind, _, device_tests = on_device.partition(": ")
+    assert kind in (("refused",) if FEATURES[number][3].startswith("refused") else ("works", "not run"))
+    assert (kind == "works") == device_tests.startswith("`tests/device/"), on_device
+    for name in filter(None, [*tests.split(", "), *device_tests.split(", ")]):
         path, _, function = name.strip("`").partition("::")
         text = (ROOT / path).read_text()
         assert f"def {function or 'test_'}" in text, name
@@ -74,18 +74,12 @@ def test_the_code_refuses_in_these_words(letter, monkeypatch):
         assert words in source(), words
         return
     config, _ = read(["--config", "tiny", *flags.groups()])
-    hosts = 2 if "several hosts" in asked else 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("WORLD_SIZE", str(2 * hosts))
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(_C, "why_no_device_library", lambda device: "there are none")
     device = Device() if letter == "a" else CUDA
     with pytest.raises(ConfigError, match=re.escape(words)):
         check_device(config, device)
-        check_ledger(config, SimpleNamespace(device=device.device))
-
-
-def test_all_that_the_trainer_refuses_on_gpus_is_on_the_page():
-    assert not [name for name in ON_CPUS_ALONE.split() if name not in PAGE]
 
 
 def test_what_the_page_of_errors_quotes_is_in_the_code():

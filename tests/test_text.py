@@ -1,4 +1,4 @@
-"""What was found is said on one line of ASCII that is not too long to read."""
+"""Values in error messages are short, on one line, and ASCII."""
 
 import pytest
 

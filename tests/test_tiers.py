@@ -1,4 +1,4 @@
-"""Each test is of one tier, names of cases that are not there are told, and random numbers begin anew."""
+"""Each test belongs to one tier, unknown names of cases are errors, and every test is seeded."""
 
 from __future__ import annotations
 
@@ -57,3 +57,20 @@ def test_the_second_tier_begins_at_another_seed_in_each_session(tmp_path):
     seeds = {re.search(r"--seed (\d+)", run(tmp_path, "--second-tier", "--co"))[1] for _ in range(2)}
     assert len(seeds) == 2
     assert "--seed 0\n" in run(tmp_path, "--first-tier", "--co")
+
+
+def test_each_number_shuffles_in_its_own_way_and_leaves_nothing_out(tmp_path):
+    orders = [
+        re.findall(r"::(\S+) PASSED", run(tmp_path, "--seed", "7", "--shuffled", number)) for number in "1123"
+    ]
+    assert orders[0] == orders[1] and len(set(map(tuple, orders))) == 3
+    assert all(sorted(order) == sorted([*FIRST, *SECOND]) for order in orders)
+
+
+def test_no_test_draws_from_a_generator_without_a_seed():
+    """numpy's is seeded by nobody: np.random.default_rng(random.getrandbits(64)) begins at --seed."""
+    unseeded = re.compile(r"default_rng\(\)|SystemRandom|np\.random\.(?!default_rng|Generator)\w+\(")
+    files = [
+        path for path in Path(__file__).parent.rglob("*.py") if path.name not in ("tiers.py", "test_tiers.py")
+    ]
+    assert not [str(path) for path in files if unseeded.search(path.read_text())]

@@ -1,15 +1,16 @@
-"""Two tiers of tests.
+"""Splits tests into two tiers.
 
-The first is what a person waits for (`make test`). The second (`make test-second`, in CI too) has what takes
-longer: more cases of what the first has one of, benches, packaging, compiled kernels.
+The first is for a person who waits (`make test`). The second (`make test-second`, in CI too) has tests that
+take longer: more cases of a behaviour, benches, packaging, compiled kernels.
 
     @pytest.mark.second_tier                  # the whole test; as `pytestmark`, the whole file
-    @pytest.mark.second_tier("dp2", "tp4")    # its cases of these names
-    @pytest.mark.second_tier(but=["tp2"])     # all its cases but these
+    @pytest.mark.second_tier("dp2", "tp4")    # the cases with these names
+    @pytest.mark.second_tier(but=["tp2"])     # all its cases except these
 
 pytest without --first-tier and --second-tier runs both. Random numbers begin at the same seed in every test
-and on every rank; in the second tier at another one in each session, which the session's header names and
---seed repeats.
+and on every rank. With --second-tier each session has another seed: its header names it, --seed repeats it.
+--shuffled N takes files, and the tests of each, in another order for every N: a test that depends on one
+before it fails in some orders.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ FOLDERS = (
     "tests/cuda/kernels/",
     "tests/tuning/",
 )
-"""All of whose tests are of the second tier."""
+"""Folders with only second-tier tests."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--first-tier", action="store_true", help="only what a person waits for")
     group.addoption("--second-tier", action="store_true", help="only the rest")
+    group.addoption("--shuffled", type=int, metavar="N", help="take files and tests in an order made of N")
     group.addoption("--seed", type=int, help="where random numbers begin (0; in the second tier, any)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.seed is None:  # workers are given it
+    if config.option.seed is None:  # workers get it from the session
         config.option.seed = random.SystemRandom().randrange(2**31) if config.option.second_tier else 0
 
 
@@ -54,7 +56,7 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 
 
 def is_second(item: pytest.Item) -> bool:
-    """Whether the test, or this case of it, is of the second tier."""
+    """Whether the test, or this case of it, belongs to the second tier."""
     if item.nodeid.startswith(FOLDERS):
         return True
     case = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
@@ -67,7 +69,7 @@ def is_second(item: pytest.Item) -> bool:
 
 
 def unknown_cases(items: list[pytest.Item]) -> Iterator[str]:
-    """Cases that a mark names and the test does not have; `items` are all tests of some files."""
+    """Yields cases that a mark names and the test does not have. items: all tests of some files."""
     cases: dict[str, set[str]] = {}
     named: dict[str, set[str]] = {}
     for item in items:
@@ -79,8 +81,22 @@ def unknown_cases(items: list[pytest.Item]) -> Iterator[str]:
         yield from (f"{test}[{name}]" for name in sorted(names - cases[test]))
 
 
+def shuffled(items: list[pytest.Item], number: int) -> list[pytest.Item]:
+    """The same items in an order made of `number`, those of a file still together."""
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(str(item.path), []).append(item)
+    order = random.Random(number)
+    for file in (groups := list(files.values())):
+        order.shuffle(file)
+    order.shuffle(groups)
+    return [item for file in groups for item in file]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.shuffled is not None:
+        items[:] = shuffled(items, config.option.shuffled)
     if not (config.option.first_tier or config.option.second_tier):
         return
     if unknown := list(unknown_cases(items)):

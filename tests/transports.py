@@ -1,10 +1,10 @@
-"""Runs a rank function over each of the ways in which chunks may travel, on the ranks of the pool.
+"""Runs a rank function over each transport, on the ranks of the pool.
 
     @pytest.mark.parametrize("transport", TRANSPORTS)
     def test_sum(ranks, transport):
         ranks.run(on_transport, 3, transport, sums, torch.ones(3))
 
-The pool's ranks share one machine; where several hosts are needed the ranks are told that they are on some.
+The pool's ranks share one machine; for transports between hosts they are configured as if on several.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pyruntime import comm
 from pyruntime.comm import group_size
 
 TRANSPORTS = ["symmetric_memory", "process_group", "hierarchical"]
-CHUNK_BYTES = 96  # so little that small operands, too, travel in many pieces
+CHUNK_BYTES = 96  # so few that even small operands travel in many pieces
 
 
 def on_transport(group, transport: str, case: Callable[..., Any], *arguments: Any) -> Any:
-    """`case(group, *arguments)` while the group's chunks travel by `transport`."""
+    """Returns case(group, *arguments), with the group's chunks travelling by `transport`."""
     take(group, transport)
     return case(group, *arguments)
 
 
 def take(group, transport: str) -> None:
-    """Opens the group anew unless it is open in this way. Of 4 ranks "hierarchical" makes 2 hosts of 2; other
-    sizes have no even hosts of several ranks, and take the ring."""
+    """Reconfigures the group unless it has this transport. "hierarchical" makes 2 hosts of 2 from 4 ranks;
+    other sizes cannot be split into equal hosts of several ranks, and use the ring."""
     size = group_size(group)
     if size == 1:
         return

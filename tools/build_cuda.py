@@ -1,11 +1,9 @@
 """Builds the CUDA kernels: `python tools/build_cuda.py` makes pyruntime/libpyruntime_cuda.so.
 
-nvcc compiles csrc/cuda, which knows no torch, into one library for several GPUs that links nothing but the
-CUDA runtime (statically). TORCH_CUDA_ARCH_LIST chooses the GPUs as it does for torch's extensions, MAX_JOBS
-how many files are compiled at once. ninja compiles what changed; objects and the assembler's reports
-(registers, spills) lie in build/cuda.
-
-Who builds it when: docs/how-to/gpus.md.
+nvcc compiles csrc/cuda, which does not use torch, into one library for several GPUs. It links only the CUDA
+runtime (statically). TORCH_CUDA_ARCH_LIST chooses the GPUs as for torch's extensions; MAX_JOBS limits how
+many files compile at once. ninja recompiles only changed files. Objects and the assembler's reports
+(registers, spills) are in build/cuda. docs/how-to/gpus.md says when this is run.
 """
 
 from __future__ import annotations
@@ -37,14 +35,14 @@ OLDEST_ARCHITECTURE = (8, 0)
 NAMED_ARCHITECTURES = {"Ampere": "8.0;8.6", "Ada": "8.9", "Hopper": "9.0", "Blackwell": "10.0;12.0"}
 
 OF_CORE = ("chunk_plan", "rings")
-"""What the kernels' launchers share with the core, from csrc/core."""
+"""Sources of csrc/core that the kernels' launchers share with the core."""
 JOBS = ("GatherJob", "ScatterJob")
 TILES = ("SmallTiles", "LargeTiles")
 TYPES = ("Bf16", "Fp16")
 
 
 def sources() -> list[Source]:
-    """Every object: its name, its source and its macros. A configuration of a fused kernel is one object."""
+    """Returns name, source and macros of every object. Each configuration of a fused kernel is one object."""
     found: list[Source] = [(name, ROOT / "csrc" / "core" / f"{name}.cpp", ()) for name in OF_CORE]
     for path in sorted(PORTABLE.rglob("*.cu")):
         if path.stem != "instances":
@@ -60,20 +58,20 @@ def sources() -> list[Source]:
 
 
 def instances() -> dict[str, tuple[str, str, str]]:
-    """The objects of fused GEMMs by name: job, tiles and element of each."""
+    """Returns job, tiles and element of each fused GEMM's object, by the object's name."""
     every = itertools.product(JOBS, TILES, TYPES)
     return {f"{job}_{tiles}_{element}": (job, tiles, element) for job, tiles, element in every}
 
 
 def find_nvcc() -> Path | None:
-    """nvcc of CUDA_HOME or CUDA_PATH (as torch has them), of PATH, or where CUDA installs itself."""
+    """Returns nvcc from CUDA_HOME or CUDA_PATH (as torch searches), from PATH, or from /usr/local/cuda."""
     return find_compiler("nvcc", ("CUDA_HOME", "CUDA_PATH"), Path("/usr/local/cuda"))
 
 
 def architecture_flags(wanted: str | None = None) -> list[str]:
-    """-gencode flags for a list as TORCH_CUDA_ARCH_LIST has it ("8.0;9.0a+PTX", "Hopper").
+    """Returns -gencode flags for a list in the form of TORCH_CUDA_ARCH_LIST ("8.0;9.0a+PTX", "Hopper").
 
-    Raises ValueError for what is no architecture, and for GPUs older than 8.0.
+    Raises ValueError for an unknown architecture, and for GPUs older than 8.0.
     """
     wanted = wanted or DEFAULT_ARCHITECTURES
     for name, numbers in NAMED_ARCHITECTURES.items():
@@ -106,8 +104,8 @@ def ninja_file(
     folder: Path = BUILD,
     left_out: Iterable[Path] = (),
 ) -> str:
-    """The whole build as ninja reads it, in `folder`. Objects that are `left_out` are not linked, but what
-    stands for them is (tools/build_left_out.py)."""
+    """Returns the ninja file of the whole build in `folder`. Objects in `left_out` are replaced by the stub
+    of tools/build_left_out.py."""
     flags = ["-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v", f"-I{ROOT}/csrc"]
     flags += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
     if strict:
@@ -135,17 +133,17 @@ def build(
     hopper: bool = True,
     folder: Path = BUILD,
 ) -> Path:
-    """Builds what changed and returns the library; objects and recipe lie in `folder`.
+    """Builds changed files and returns the library's path; objects and ninja file are in `folder`.
 
-    strict: warnings are errors, as fits one's own compiler.
-    keep_going: what does not compile is left out, which is told, and refuses when it is called.
-    hopper: with the kernels of csrc/cuda/sm90, where the architectures ask for them.
-    Raises RuntimeError with a sentence where it cannot.
+    strict: treats warnings as errors, for the project's own compiler.
+    keep_going: leaves out kernels that do not compile and prints their names; calling one is refused.
+    hopper: includes the kernels of csrc/cuda/sm90 if the architectures ask for them.
+    Raises RuntimeError with a sentence if the build fails.
     """
     nvcc = find_nvcc()
     if nvcc is None:
         raise RuntimeError(
-            "the CUDA kernels are compiled by nvcc, which is not on PATH, in CUDA_HOME or in /usr/local/cuda."
+            "the CUDA kernels need nvcc, which was not found on PATH, in CUDA_HOME or in /usr/local/cuda."
         )
     try:
         architectures = architecture_flags(os.environ.get("TORCH_CUDA_ARCH_LIST"))
@@ -178,8 +176,8 @@ def build(
 
 
 def resource_reports() -> Iterator[tuple[str, str, int, int, int]]:
-    """What ptxas said of each kernel of the last build: (kernel, architecture, registers, bytes of stack,
-    bytes of spills)."""
+    """Yields ptxas's report of each kernel of the last build: (kernel, architecture, registers, bytes of
+    stack, bytes of spills)."""
     entry = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
     frame = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
     registers = re.compile(r"Used (\d+) registers")

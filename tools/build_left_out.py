@@ -1,6 +1,5 @@
-"""Stands for kernels that do not compile, so that one does not cost all the others: whoever calls one is told
-that it was left out.
-"""
+"""Writes stubs for kernels that do not compile, so that the others still link. Calling a stub is an error
+that says that the kernel was left out."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ NAME = "left_out"
 SENTENCE = "this kernel was left out of the library, because {} did not compile."
 
 HEAD = """#include "cuda/portable/checks.h"
-// A launcher returns a code; what launchers call throws. The functions' real parameters need not be known.
+// A launcher returns a code; functions that launchers call throw. Their real parameters need not be known.
 #define LAUNCHER(number, symbol)                                          \\
   extern "C" PYRUNTIME_API int left_out_##number() __asm__(symbol);       \\
   int left_out_##number() {                                               \\
@@ -26,13 +25,13 @@ HEAD = """#include "cuda/portable/checks.h"
 
 
 def failed_objects(said: str) -> list[Path]:
-    """Those that ninja, going on after failures, could not build."""
+    """Returns the objects that ninja, going on after failures, could not build."""
     return [Path(path) for path in re.findall(r"^FAILED: (?:\[code=\d+\] )?(\S+\.o)\b", said, re.MULTILINE)]
 
 
 def write(folder: Path, kept: Iterable[Path], failed: Iterable[Path], headers: Iterable[Path]) -> None:
-    """The source of what stands for the `failed` objects: the functions of pyruntime that the `kept` ones
-    call, or `headers` declare, and none has."""
+    """Writes the stubs' source for the `failed` objects: the functions of pyruntime that `kept` objects call,
+    or `headers` declare, and no kept object defines."""
     wanted, had = set[str](), set[str]()
     for path in kept:
         for line in subprocess.run(["nm", "-P", path], capture_output=True, text=True).stdout.splitlines():

@@ -1,4 +1,4 @@
-"""What the builds of this folder share: compilers and ninja are found, a recipe is written and run."""
+"""Finds compilers and ninja for the builds of this folder, and writes and runs their ninja files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Source = tuple[str, Path, tuple[str, ...]]
 
 
 def find_compiler(name: str, variables: Iterable[str], usual: Path) -> Path | None:
-    """bin/`name` in the folder that the first set variable names, there or nowhere; else that of PATH, else
-    that in the folder `usual`."""
+    """Returns bin/`name` in the folder that the first set variable names, and searches nowhere else then. If
+    none is set: `name` on PATH, else in the folder `usual`."""
     for variable in variables:
         if os.environ.get(variable):
             named = Path(os.environ[variable]) / "bin" / name
@@ -30,21 +30,20 @@ def find_compiler(name: str, variables: Iterable[str], usual: Path) -> Path | No
 
 
 def find_ninja() -> str:
-    """ninja, also where the environment of this Python is not activated. Raises RuntimeError."""
+    """Returns ninja's path, even if this Python's environment is not activated. Raises RuntimeError."""
     folders = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     ninja = shutil.which("ninja", path=folders)
     if ninja is None:
-        raise RuntimeError(
-            "kernels and C++ tests are built by ninja, which was not found: run `pip install ninja`."
-        )
+        raise RuntimeError("kernels and C++ tests need ninja, which was not found: run `pip install ninja`.")
     return ninja
 
 
 def recipe(
     compiler: str, flags: Iterable[str], objects: Iterable[Source], *, link_flags: str, language: str = ""
 ) -> tuple[list[str], list[str]]:
-    """The lines of a recipe that compiles `objects`, each named by where it is made, and these names. It has
-    the rules "compile", whose report is kept in $out.log and shown only where something fails, and "link"."""
+    """Returns the lines of a ninja file that compiles `objects`, each named by its output path, and these
+    names. Its rules are "compile", which keeps its output in $out.log and shows it only on failure, and
+    "link"."""
     lines = [
         "ninja_required_version = 1.3",
         f"flags = {' '.join(flags)}",
@@ -66,7 +65,7 @@ def recipe(
 
 
 def run_ninja(folder: Path, recipe: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Writes the recipe and runs it in `folder`, as many jobs at once as MAX_JOBS says or there are cores."""
+    """Writes the ninja file and runs it in `folder`, with MAX_JOBS jobs or else one for each core."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "build.ninja").write_text(recipe)
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
@@ -75,7 +74,7 @@ def run_ninja(folder: Path, recipe: str, *arguments: str) -> subprocess.Complete
 
 
 def main(doc: str | None, build: Callable[[], Path]) -> None:
-    """A script that takes no arguments: builds, and says what was built or in a sentence why not."""
+    """Runs a build script without arguments: prints what was built, or exits with a sentence why not."""
     argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()

@@ -1,9 +1,9 @@
-"""The part of the build that is for Hopper: csrc/cuda/sm90, on the headers of CUTLASS.
+"""Builds the kernels for Hopper, csrc/cuda/sm90, with the headers of CUTLASS.
 
-The headers come from the package nvidia-cutlass, of the version that pyproject.toml pins: the one that is
-installed, or else the wheel, which is downloaded into build/ once (without its many dependencies, which are
-of CUTLASS's Python). Where there is neither, or the toolkit is too old, the library is built without
-these kernels and its launchers refuse.
+The headers come from the package nvidia-cutlass in the version that pyproject.toml pins: the installed one,
+or else the wheel, downloaded once into build/ (without its dependencies, which only CUTLASS's Python needs).
+Without headers, or with a too old CUDA toolkit, the library is built without these kernels and its launchers
+refuse.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ FLAGS = (
     "--expt-relaxed-constexpr",
     ARCHITECTURE,
 )
-"""Of kernels. Without NDEBUG, CUTLASS's checks keep ptxas from running wgmma asynchronously. Its calls of the
-driver are those of csrc/cuda/sm90/tensor_map.cu, which checks what the driver says."""
+"""Flags of the kernels. Without NDEBUG, CUTLASS's checks keep ptxas from running wgmma asynchronously. The
+driver calls go to csrc/cuda/sm90/tensor_map.cu, which checks the driver's answers."""
 
 OLDEST_TOOLKIT = (12, 5)
-"""The first with cudaGetDriverEntryPointByVersion, by which tensor_map.cu finds the driver's function."""
+"""The first with cudaGetDriverEntryPointByVersion, which tensor_map.cu uses to find the driver's function."""
 
 
 def is_wanted(architectures: Iterable[str]) -> bool:
-    """Whether one of nvcc's -gencode flags is for Hopper; sm_90 and sm_90a are the same devices."""
+    """Whether one of nvcc's -gencode flags is for Hopper (sm_90 and sm_90a are the same devices)."""
     return any(re.search(r"\bsm_90a?\b", flag) for flag in architectures)
 
 
 def pinned_version() -> str:
-    """The version of nvidia-cutlass in pyproject.toml."""
+    """Returns the version of nvidia-cutlass in pyproject.toml."""
     pin = re.search(r"nvidia-cutlass==([\d.]+)", (ROOT / "pyproject.toml").read_text())
     if pin is None:
         raise RuntimeError("pyproject.toml does not pin nvidia-cutlass; its extra 'cuda' must.")
@@ -64,7 +64,7 @@ def _installed() -> Path | None:
     if package is None or not package.submodule_search_locations:
         return None
     headers = Path(package.submodule_search_locations[0]).parent / HEADERS
-    # Another version may lack what is used here, or warn.
+    # Another version may lack something that is used here, or warn.
     fits = (headers / "cutlass/version.h").exists() and pinned_version().startswith(_version_of(headers))
     return headers if fits else None
 
@@ -79,7 +79,7 @@ def _download() -> Path | None:
         return None
     with zipfile.ZipFile(found[0]) as wheel:
         inside = [name for name in wheel.namelist() if name.startswith(f"{HEADERS.as_posix()}/")]
-        # Under a name of its own first: what has the final name is whole.
+        # Renamed at the end, so a folder with the final name is complete.
         partial = DOWNLOADED / f"{pinned_version()}.partial"
         wheel.extractall(partial, inside)
     partial.rename(DOWNLOADED / pinned_version())
@@ -87,19 +87,19 @@ def _download() -> Path | None:
 
 
 def local_cutlass() -> Path | None:
-    """The folder of CUTLASS's headers, where nothing needs to be downloaded for it."""
+    """Returns the folder of CUTLASS's headers if it is on this machine, else None."""
     downloaded = DOWNLOADED / pinned_version() / HEADERS
     return _installed() or (downloaded if downloaded.exists() else None)
 
 
 @cache
 def find_cutlass() -> Path | None:
-    """The folder of CUTLASS's headers; None where they are not installed and cannot be downloaded."""
+    """Returns the folder of CUTLASS's headers; None if they are not installed and cannot be downloaded."""
     return local_cutlass() or _download()
 
 
 def toolkit_version(nvcc: Path) -> tuple[int, int]:
-    """That of the toolkit of `nvcc`, such as (12, 5). Raises RuntimeError where it does not say."""
+    """Returns the CUDA toolkit's version, such as (12, 5). Raises RuntimeError if nvcc prints none."""
     said = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True).stdout
     release = re.search(r"release (\d+)\.(\d+)", said)
     if release is None:
@@ -108,7 +108,7 @@ def toolkit_version(nvcc: Path) -> tuple[int, int]:
 
 
 def why_not(nvcc: Path) -> str:
-    """Why the kernels for Hopper cannot be built with `nvcc`; empty where they can."""
+    """Returns why the kernels for Hopper cannot be built with `nvcc`; empty if they can."""
     found = toolkit_version(nvcc)
     if found < OLDEST_TOOLKIT:
         return (
@@ -122,7 +122,7 @@ def why_not(nvcc: Path) -> str:
 
 
 def kernels() -> list[tuple[str, Path, tuple[str, ...]]]:
-    """Every object of the kernel: its name, its source and its macros. One configuration is one object."""
+    """Returns name, source and macros of every object. Each configuration of the kernel is one object."""
     return [
         (
             f"sm90_{tiles}_{element}_{layout}",
@@ -142,8 +142,8 @@ def kernels() -> list[tuple[str, Path, tuple[str, ...]]]:
 def ninja_lines(
     build: Path, architectures: Iterable[str], nvcc: Path, with_kernels: bool = True
 ) -> tuple[list[str], list[str]]:
-    """What ninja needs to build the objects of this folder in `build`, and their names; without kernels
-    those of the launchers alone.
+    """Returns the ninja lines that build the objects of this folder in `build`, and their names; without
+    kernels only the launchers.
 
     Uses the rule "compile" and its variables "architectures" and "macros".
     """
@@ -154,8 +154,7 @@ def ninja_lines(
         return lines, [str(launchers)]
     if why := why_not(nvcc):
         print(
-            f"{why}: the library is built without the kernels for Hopper, and the portable ones take their "
-            "place.",
+            f"{why}: the library is built without the kernels for Hopper; portable ones replace them.",
             file=sys.stderr,
         )
         return lines, [str(launchers)]

@@ -1,4 +1,4 @@
-"""How many of transformers' architectures parallelize() runs right, refuses, or gets wrong.
+"""Counts which architectures of transformers parallelize() runs correctly, refuses, or computes wrong.
 
     python tools/check_architectures.py          # plan "auto": all that transformers has a plan for
     python tools/check_architectures.py --only qwen3 opt --verbose
@@ -6,12 +6,11 @@
     python tools/check_architectures.py --plans llama guessed   # causal language models without a plan too
 
 Every architecture is built small, from its own configuration class, with random weights in every parameter;
-nothing is downloaded. It is cut, and one training step on two CPU ranks is compared with the whole model:
-loss, logits and every gradient (pyruntime.verify), with plan "auto" to 1e-5 of each one's norm. Plan
-"guessed" is a mapping made of the names of the linears, as a user would write it. Models of several
-modalities are given text. "refused" is an error that pyruntime raises in a sentence; "bare" is any other
-error; "wrong" is a difference that nothing has refused. The exit status is 1 where something is wrong or
-bare.
+nothing is downloaded. It is cut over two CPU ranks. Loss, logits and every gradient of one training step are
+compared with the whole model's (pyruntime.verify), for plan "auto" to 1e-5 of each tensor's norm. Plan
+"guessed" is a mapping from the names of the linears, as a user would write it. Models of several modalities
+get text. "refused" is an error that pyruntime raises in a sentence, "bare" any other error, and "wrong" a
+difference without an error. The exit status is 1 if any is wrong or bare.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ from pyruntime.nn.linear import ParallelLinear  # noqa: E402
 from tools.small_models import batch_of, build, class_of  # noqa: E402
 
 RANKS = 2
-TOLERANCE = 1e-5  # of the norm of each tensor, with plan "auto"
-CASE_S = 120.0  # an architecture with all plans
+TOLERANCE = 1e-5  # as a share of each tensor's norm, for plan "auto"
+CASE_S = 120.0  # for one architecture with all plans
 ENCODERS = (
     "bert",
     "roberta",
@@ -116,7 +115,7 @@ ROW = (
 
 
 def architectures() -> dict[str, type]:
-    """{model type: class} of causal language models, and of a few encoders and encoder-decoders."""
+    """Returns {model type: class} of causal language models and a few encoders and encoder-decoders."""
     found: dict[str, Any] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     for names, mapping in (
         (ENCODERS, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
@@ -134,11 +133,11 @@ HEADS = (
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "MODEL_MAPPING_NAMES",
 )
-"""Of an architecture, the first of these that has a class for it is built."""
+"""Mappings of transformers to search for an architecture's class; the first that has one is used."""
 
 
 def planned() -> dict[str, str]:
-    """{model type: class} of all that transformers has a plan for."""
+    """Returns {model type: class} of all architectures that transformers has a plan for."""
     found = {}
     for model_type, config_class in CONFIG_MAPPING.items():
         if not has_plan(config_class):
@@ -152,19 +151,19 @@ def planned() -> dict[str, str]:
 
 
 def has_plan(config_class: type) -> bool:
-    """Its own, or one of a configuration in it."""
+    """Whether the configuration, or a configuration inside it, has a plan."""
     if getattr(config_class, "base_model_tp_plan", None):
         return True
     try:
         children = vars(config_class()).values()
-    except Exception:  # it has no default; the class of each part may be told nevertheless
+    except Exception:  # it has no default
         children = []
     parts = {type(child) for child in children if isinstance(child, transformers.PretrainedConfig)}
     return any(has_plan(part) for part in parts - {config_class})
 
 
 def guessed(model: nn.Module) -> dict[str, str]:
-    """The plan that a user would write from the names of the model's linears."""
+    """Returns the plan that a user would write from the names of the model's linears."""
     plan: dict[str, str] = {}
     for name, module in model.named_modules():
         if type(module) is not nn.Linear:
@@ -180,7 +179,7 @@ def guessed(model: nn.Module) -> dict[str, str]:
 
 
 def judge(class_name: str, plans: list[str]) -> dict[str, tuple[str, str]]:
-    """{plan: (right | refused | bare | wrong | not built | not run, why)}, and {"kind": ("dense" |
+    """Returns {plan: (right | refused | bare | wrong | not built | not run, why)}, and {"kind": ("dense" |
     "with experts", "")}."""
     try:
         model = build(class_name)
@@ -190,7 +189,7 @@ def judge(class_name: str, plans: list[str]) -> dict[str, tuple[str, str]]:
     kind = {"kind": ("with experts" if experts else "dense", "")}
     try:
         batch = batch_of(model)
-        pyruntime.verify(copy.deepcopy(model), model, batch)  # the model is itself, and takes a step
+        pyruntime.verify(copy.deepcopy(model), model, batch)  # it takes a step, and equals its copy
     except Exception as error:
         return dict.fromkeys(plans, ("not run", first_line(error))) | kind
     return {plan: judge_plan(model, plan, batch) for plan in plans} | kind
@@ -202,7 +201,7 @@ def judge_plan(whole: nn.Module, name: str, batch: dict[str, torch.Tensor]) -> t
         return "not run", "no linear has a name that the guess knows"
     if name == "auto" and not whole._tp_plan:
         return "not run", "transformers has no plan for it"
-    group = dist.new_group(list(range(RANKS)))  # its own: a group in which an op failed takes no other
+    group = dist.new_group(list(range(RANKS)))  # a new one: after a failed op a group accepts no other op
     model = copy.deepcopy(whole)
     try:
         pyruntime.parallelize(model, group, plan, tier="unfused")
@@ -219,9 +218,9 @@ def judge_plan(whole: nn.Module, name: str, batch: dict[str, torch.Tensor]) -> t
 
 
 def shares(model: nn.Module) -> str:
-    """How the linears' weights are cut, in percent of their elements: what stays cut between column and row,
-    what gives or takes whole activations, what is whole on every rank. And what is between row and column
-    linears in training."""
+    """Returns how the linears' weights are cut, in percent of their elements: cut with the activations
+    between them / cut, with whole activations / whole on every rank. Then the form of activations in
+    training."""
     sizes = {"cut": 0, "cut, activations whole": 0, "whole": 0}
     head = model.get_output_embeddings()
     for module in model.modules():
@@ -251,8 +250,8 @@ def rank_main(rank: int, store: str, case: tuple[str, list[str]], answer: int) -
 
 
 def run_case(class_name: str, plans: list[str]) -> dict[str, tuple[str, str]]:
-    """Forks the ranks, which have everything imported, and hears what they say: the worse of what two say."""
-    with contextlib.suppress(Exception):  # the ranks say what is wrong with it
+    """Forks ranks, which inherit all imports, and returns the worst of their answers for each plan."""
+    with contextlib.suppress(Exception):  # the ranks report the error
         class_of(class_name)
     read, write = os.pipe()
     with tempfile.TemporaryDirectory() as folder:
@@ -283,7 +282,7 @@ def fork(rank: int, store: str, case: tuple[str, list[str]], answer: int) -> int
     try:
         rank_main(rank, store, case, answer)
     finally:
-        signal.pause()  # a rank that leaves first would be noticed by the other
+        signal.pause()  # the other rank would notice one that exits first
 
 
 def hear(read: int, until: float) -> Iterator[dict[str, tuple[str, str]]]:
@@ -303,7 +302,7 @@ KINDS = ("dense", "with experts", "unknown")
 
 
 def table(results: dict[str, dict[str, tuple[str, str]]]) -> str:
-    """The page about plan "auto"."""
+    """Returns the page about plan "auto"."""
     said = {name: (each["kind"][0], *each["auto"]) for name, each in results.items() if "auto" in each}
     tried = {name: each for name, each in said.items() if each[1] not in ("not built", "not run")}
     lines = [
@@ -354,7 +353,7 @@ def table(results: dict[str, dict[str, tuple[str, str]]]) -> str:
 
 
 def rows_of(page: str) -> dict[str, dict[str, tuple[str, str]]]:
-    """What `table` wrote, to be written again beside rows that are new."""
+    """Reads the rows of a page that `table` wrote, to keep them beside new ones."""
     results = {}
     for line in page.splitlines():
         name, *cells = [each.strip() for each in re.split(r"(?<!\\)\|", line)[1:-1]] or [""]
@@ -377,12 +376,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="*", help="model types (default: all)")
     parser.add_argument("--plans", nargs="*", default=["auto"], choices=["auto", "llama", "guessed"])
-    parser.add_argument("--seconds", type=float, default=7200.0, help="budget; what is left then is not run")
+    parser.add_argument("--seconds", type=float, default=7200.0, help="time limit; the rest is not run")
     parser.add_argument(
-        "--write", type=Path, help="the page for the table of plan auto; with --only its other rows stay"
+        "--write", type=Path, help="page to write for plan auto; with --only its other rows stay"
     )
     parser.add_argument(
-        "--verbose", action="store_true", help="say why, for every architecture that is not right"
+        "--verbose", action="store_true", help="print the result and the reason of every architecture"
     )
     args = parser.parse_args()
     warnings.filterwarnings("ignore")

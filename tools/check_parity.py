@@ -1,17 +1,17 @@
-"""Whether training on every mesh of at most 8 ranks is training on one.
+"""Checks that training on every mesh of at most 8 ranks equals training on one rank.
 
     python tools/check_parity.py                              # all combinations: many minutes
     python tools/check_parity.py --only pp2 zero3             # those whose name has all of these words
     python tools/check_parity.py --write bench/results/parity.md
 
 tp, cp, pp and dp are 1, 2 or 4, ZeRO is 0 to 3, and a pipeline runs each of SCHEDULES; tensor parallelism is
-sequence parallel. 4D tensor parallelism has every tp, y and z of 2, 4 and 8 ranks, and stands beside other
-axes (BESIDE). Of STEPS steps, of a model whose sizes are ragged, every loss and gradient norm and the
-validation loss after them must be those of one rank to TOLERANCE, and bitwise the same on the first and the
-last rank. Weights that a larger model would cut and send by themselves are cut and sent so here.
+sequence parallel. 4D tensor parallelism covers every tp, y and z of 2, 4 and 8 ranks, and some combinations
+with other axes (BESIDE). The model has ragged sizes. Every loss and gradient norm of STEPS steps, and the
+validation loss after them, must equal one rank's to TOLERANCE, and must be bitwise the same on the first and
+the last rank. Small buckets make its weights travel alone, as a larger model's would.
 
-What the trainer refuses is listed with its sentence. The exit status is 1 where a combination is wrong.
-tests/train/test_parity.py runs some of them on the ranks that tests share.
+Combinations that the trainer refuses are listed with its sentence. The exit status is 1 if a combination is
+wrong. tests/train/test_parity.py runs some of them on the ranks that tests share.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 
 from pyruntime.comm import Runtime  # noqa: E402
-from pyruntime.data_parallel import gradients, shard  # noqa: E402
+from pyruntime.data_parallel import reducer, shard  # noqa: E402
 from pyruntime.train import assembly  # noqa: E402
 from pyruntime.train.config import Grid, Model, Optimizer, RunConfig, mesh_of, with_pieces  # noqa: E402
 from pyruntime.train.errors import ConfigError  # noqa: E402
@@ -50,36 +50,36 @@ from tests.train import jobs  # noqa: E402
 
 SIZES = (1, 2, 4)
 LARGEST = 8
-"""Ranks."""
+"""Most ranks of a mesh."""
 STEPS, TOLERANCE = 5, 1e-4
 BATCH, SEQ = 8, 36
 SCHEDULES = {"1f1b": {}, "interleaved": {"virtual": 2}, "zb-h1": {}, "zb-v": {}, "seq1f1b": {"slices": 2}}
-"""What a pipeline runs, and the options of it."""
+"""The schedules of a pipeline, and their options."""
 MODEL = Model(
     preset="debug",
     hidden_size=80,
     intermediate_size=132,
-    num_hidden_layers=9,  # of 2, 4 and 8 stages
+    num_hidden_layers=9,  # over 2, 4 and 8 stages
     num_attention_heads=8,
     num_key_value_heads=4,
-    vocab_size=259,  # of 2 and 4 tensor-parallel ranks
+    vocab_size=259,  # over 2 and 4 tensor-parallel ranks
 )
-# With an eps as large as gradients are, AdamW's steps depend on their size, which it would divide out: a
-# factor too much in them shows in the next loss.
+# eps is as large as the gradients, so AdamW does not divide their size out: a wrong factor in the gradients
+# shows in the next loss.
 OPTIMIZER = Optimizer(lr=1e-3, eps=1e-3, warmup_steps=1, clip_grad_norm=0.5)
 BUCKET_BYTES = 8192
-"""Larger weights travel alone, and are cut by ZeRO 3."""
+"""Larger weights are sent by themselves, and are cut by ZeRO 3."""
 TOGETHER = 20
-"""Combinations that one set of processes runs."""
+"""Combinations that one set of processes runs in turn."""
 DEADLINE_S, CASE_S = 60.0, 60.0
 
 Figures = list[tuple[float, ...]]
-"""Of each step: loss, gradient norm, and the validation loss where there is one."""
+"""For each step: loss, gradient norm, and the validation loss if there is one."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One combination."""
+    """One combination of mesh, ZeRO stage and schedule."""
 
     tp: int = 1
     cp: int = 1
@@ -87,9 +87,9 @@ class Case:
     dp: int = 1
     zero: int = 0
     schedule: str = ""
-    """Of SCHEDULES, where there is a pipeline."""
+    """One of SCHEDULES, if there is a pipeline."""
     y: int = 1
-    """With z the further axes of 4D tensor parallelism, of which tp is x. Where z > 1, zero is not read."""
+    """With z the other axes of 4D tensor parallelism, where tp is x. If z > 1, zero is not read."""
     z: int = 1
 
     @property
@@ -102,7 +102,7 @@ class Case:
 
     @property
     def mesh(self) -> str:
-        """Its axes in words."""
+        """The axes in words."""
         names = ("tp", "y", "z", "cp", "pp", "dp")
         sizes = [f"{name}{size}" for name in names if (size := getattr(self, name)) > 1]
         return " ".join(sizes) or "1 rank"
@@ -130,7 +130,7 @@ BESIDE = (
 
 
 def grids() -> Iterator[Case]:
-    """Every tp, y and z of 2, 4 and 8 ranks, where x divides the heads."""
+    """Yields every tp, y and z of 2, 4 and 8 ranks with an x that divides the heads."""
     for x, y, z in product((*SIZES, LARGEST), repeat=3):
         case = Case(tp=x, y=y, z=z)
         if case.is_grid and case.ranks <= LARGEST and x < LARGEST:
@@ -147,7 +147,7 @@ def all_cases() -> Iterator[Case]:
 
 
 def job(folder: Path) -> RunConfig:
-    """What all of them train, with one rank's mesh; its text lies in `folder`."""
+    """Returns the configuration that all combinations train, for one rank; its text is in `folder`."""
     sizes = {"batch_size": BATCH, "micro_batch_size": 4, "seq_len": SEQ}
     config = jobs.job(folder, steps=STEPS + 1, val_every=STEPS, z_loss=1e-3, **sizes)
     config = jobs.changed(config, "comm", deadline_s=DEADLINE_S)
@@ -157,11 +157,11 @@ def job(folder: Path) -> RunConfig:
 
 
 def config_of(case: Case, config: RunConfig) -> RunConfig:
-    """The same training on the mesh of `case`."""
+    """Returns `config` for the mesh of `case`."""
     samples = case.dp * case.z
     micro_batches = min(2 if case.pp == 1 else 4, BATCH // samples)
     if case.tp * case.cp == LARGEST:
-        micro_batches = BATCH  # of one sequence, of whose tokens tensor-parallel ranks have unequally many
+        micro_batches = BATCH  # of one sequence, so that tensor-parallel ranks have unequal numbers of tokens
     size = BATCH // (samples * micro_batches)
     config = jobs.changed(config, "train", micro_batch_size=size)
     tp = Grid(case.tp, case.y, case.z) if case.is_grid else case.tp
@@ -174,7 +174,7 @@ def config_of(case: Case, config: RunConfig) -> RunConfig:
 
 
 def refusal(case: Case, config: RunConfig) -> str:
-    """The sentence with which the trainer refuses it; empty where it does not."""
+    """Returns the sentence with which the trainer refuses `case`; empty if it runs it."""
     try:
         check(config_of(case, config), case.ranks)
     except ConfigError as error:
@@ -183,10 +183,10 @@ def refusal(case: Case, config: RunConfig) -> str:
 
 
 def steps_of(runtime: Runtime, config: RunConfig) -> Figures:
-    """What the first STEPS steps of a prepared job measure on this rank. No checkpoint is taken."""
+    """Returns this rank's figures of the first STEPS steps of a prepared job. Takes no checkpoint."""
     with (
         patch.object(assembly, "shard", functools.partial(shard, bucket_bytes=BUCKET_BYTES)),
-        patch.object(gradients, "LEAST_GEMM", 0),
+        patch.object(reducer, "LEAST_GEMM", 0),
     ):
         trainer = jobs.trainer_over(runtime, config)
         steps = trainer.fit()
@@ -198,8 +198,8 @@ def steps_of(runtime: Runtime, config: RunConfig) -> Figures:
 
 
 def difference(found: Figures, expected: Figures) -> float:
-    """The largest of losses, and of gradient norms as a share of the norm; infinite where one is not
-    finite."""
+    """Returns the largest difference of losses, and of gradient norms as a share of the norm; infinite if one
+    is not finite."""
     worst = 0.0
     for one, other in zip(found, expected, strict=True):
         for place, (figure, wanted) in enumerate(zip(one, other, strict=True)):
@@ -213,7 +213,7 @@ def difference(found: Figures, expected: Figures) -> float:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a combination: how far off it is, or why it did not run."""
+    """The result of a combination: its largest difference, or why it did not run."""
 
     case: Case
     off: float = math.inf
@@ -233,8 +233,8 @@ class Result:
 
 
 def run_cases(_: object, wanted: Sequence[Case], config: RunConfig) -> tuple[list[Figures], str]:
-    """On one of the ranks that were started for meshes of as many: each mesh made anew, up to the first that
-    fails, whose error is the last of what is returned."""
+    """Runs combinations in turn on one of their ranks, each on a new mesh, until one fails. Returns the
+    figures, and the error or ""."""
     torch.set_num_threads(1)
     found: list[Figures] = []
     for case in wanted:
@@ -243,20 +243,20 @@ def run_cases(_: object, wanted: Sequence[Case], config: RunConfig) -> tuple[lis
         try:
             with Runtime.start(**vars(sizes), deadline_s=DEADLINE_S) as runtime:
                 found.append(steps_of(runtime, wanted_config))
-        except Exception as error:  # said of the combination; the next ones run on other processes
+        except Exception as error:  # reported for this combination; the next ones run on other processes
             return found, first_line(error)
     return found, ""
 
 
 def judged(ranks: Ranks, wanted: Sequence[Case], config: RunConfig, expected: Figures) -> Iterator[Result]:
-    """Runs combinations of as many ranks each, in their order."""
+    """Runs combinations that need the same number of ranks, in order."""
     left, many = list(wanted), TOGETHER
     while left:
         together = left[:many]
         try:
             timeout = CASE_S * (1 + len(together))
             ended = ranks.launch(run_cases, together[0].ranks, together, config, timeout=timeout, init=False)
-        except RankError as error:  # some rank hangs: which combination that is, they tell one by one
+        except RankError as error:  # a rank hangs: run them one by one to find the combination
             if many == 1:
                 yield Result(left.pop(0), failed=first_line(error))
             many = TOGETHER if many == 1 else 1
@@ -280,7 +280,7 @@ def first_line(error: BaseException) -> str:
 
 
 def prove(wanted: Iterable[Case], folder: Path, show=print) -> list[Result]:
-    """Runs all of them against one rank, and shows each as it is known."""
+    """Runs all combinations, compares them with one rank, and shows each result at once."""
     config = job(folder)
     jobs.prepare(config)
     ranks, results = Ranks(seed=0), []
@@ -305,7 +305,7 @@ def prove(wanted: Iterable[Case], folder: Path, show=print) -> list[Result]:
 
 
 def page(results: Sequence[Result], seconds: float) -> str:
-    """bench/results/parity.md."""
+    """Returns the text of bench/results/parity.md."""
     counts = collections.Counter(each.outcome for each in results)
     meshes = {each.case.mesh for each in results}
     torch_version = torch.__version__.split("+")[0]
@@ -319,9 +319,9 @@ def page(results: Sequence[Result], seconds: float) -> str:
         f"A Llama of {MODEL.num_hidden_layers} layers of {MODEL.hidden_size} features, "
         f"{MODEL.num_attention_heads} query and {MODEL.num_key_value_heads} key heads and "
         f"{MODEL.vocab_size} tokens takes {STEPS} steps of {BATCH} sequences of {SEQ} tokens, clipped, and "
-        "is validated. Every loss, and every gradient norm as a share of it, is compared with those of one "
-        f"rank. Allowed is a difference of {TOLERANCE:g}; the tables show the largest. Tensor parallelism is "
-        "sequence parallel throughout. Some of the combinations run in `make test` "
+        "is validated. Every loss, and every gradient norm relative to its size, is compared with one "
+        f"rank's. A difference of {TOLERANCE:g} is allowed; the tables show the largest. Tensor parallelism "
+        "is sequence parallel throughout. Some of the combinations run in `make test` "
         "(`tests/train/test_parity.py`), with planted mistakes that must be found."
     )
     grid = [each for each in results if each.case.is_grid]
@@ -378,10 +378,10 @@ def main(argv: Sequence[str]) -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="words that a name must have")
-    parser.add_argument("--write", type=Path, help="the page to write, of all combinations")
+    parser.add_argument("--write", type=Path, help="page to write about all combinations")
     options = parser.parse_args(argv)
     if options.only and options.write:
-        parser.error("--write is a page of all combinations; leave --only out.")
+        parser.error("--write needs all combinations; leave --only out.")
     wanted = [case for case in all_cases() if set(options.only) <= set(str(case).split())]
     if not wanted:
         parser.error(f"no combination has all of {' '.join(options.only)} in its name, such as {Case(tp=2)}.")

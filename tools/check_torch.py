@@ -1,12 +1,12 @@
 """Checks the C++ core against a torch that is not installed: `python tools/check_torch.py torch-*.whl`.
 
-Every source of csrc that is the core's is compiled with the headers of the wheel (or of a folder in which one
-was unpacked), warnings being errors, and every symbol that the objects leave undefined is looked for in the
-wheel's libraries. So a torch for CUDA can be checked where there is no GPU, and another version than the one
-that is installed. Nothing is run, and the wheel's own dependencies are not needed.
+It compiles every source of the core with the headers of the wheel (or of a folder with an unpacked wheel);
+warnings are errors. It then searches the wheel's libraries for every symbol that the objects leave undefined.
+So it can check a torch for CUDA without a GPU, and another version than the installed one. It runs nothing
+and does not need the wheel's dependencies.
 
-The Python headers are those of the Python that runs this, whichever Python the wheel is for. Objects lie in
-build/check_torch and are compiled anew only where something changed. MAX_JOBS says how many at once.
+The Python headers are those of the running Python, whichever Python the wheel is for. Objects are in
+build/check_torch and recompiled only after a change. MAX_JOBS limits how many compile at once.
 """
 
 from __future__ import annotations
@@ -37,27 +37,26 @@ MACROS = [
     '-DPYRUNTIME_TORCH_VERSION="checked"',
 ]
 OURS = re.compile(r"\b(c10|c10d|at|torch|caffe2)::")
-"""A symbol of torch's, as nm writes it with its name undone."""
+"""Matches a symbol of torch in nm's demangled output."""
 
 
 def sources(root: Path) -> list[Path]:
-    """The core's: what setup.py compiles."""
+    """Returns the core's sources, those that setup.py compiles."""
     found = sorted((root / "csrc").rglob("*.cpp"))
     return [path for path in found if path.relative_to(root / "csrc").parts[0] != "cuda"]
 
 
 def unpacked(torch: Path, build: Path) -> Path:
-    """The folder that holds torch/include and torch/lib: `torch` itself, or where its wheel is unpacked,
-    below `build`.
+    """Returns the folder with torch/include and torch/lib: `torch` itself, or its wheel unpacked in `build`.
 
-    Raises SystemExit for what is neither.
+    Raises SystemExit if `torch` is neither.
     """
     if torch.is_dir():
         if not (torch / "torch" / "include").is_dir():
             raise SystemExit(f"{torch} has no torch/include; name a wheel, or the folder it was unpacked in.")
         return torch
     if not zipfile.is_zipfile(torch):
-        raise SystemExit(f"{torch} is no wheel; `pip download --no-deps torch==2.11.0` gets one.")
+        raise SystemExit(f"{torch} is not a wheel; `pip download --no-deps torch==2.11.0` gets one.")
     folder = build / torch.stem
     if not (folder / "unpacked").exists():
         with zipfile.ZipFile(torch) as wheel:
@@ -67,13 +66,13 @@ def unpacked(torch: Path, build: Path) -> Path:
 
 
 def version(folder: Path) -> str:
-    """Of the torch unpacked there, as it says itself: "2.11.0+cu130"."""
+    """Returns the version of the torch unpacked there, as torch spells it: "2.11.0+cu130"."""
     found = re.search(r"^__version__ = '(.+)'", (folder / "torch" / "version.py").read_text(), re.MULTILINE)
     return found.group(1) if found else "of no version"
 
 
 def ninja_file(folder: Path, build: Path, core: Iterable[Path], root: Path) -> str:
-    """The compilation of the sources as ninja reads it."""
+    """Returns the ninja file that compiles the sources."""
     include = folder / "torch" / "include"
     system = [include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_paths()["include"])]
     nvcc = find_nvcc()
@@ -99,16 +98,16 @@ def ninja_file(folder: Path, build: Path, core: Iterable[Path], root: Path) -> s
 
 
 def symbols(files: Iterable[Path], *which: str) -> set[tuple[str, str]]:
-    """What nm tells of the files: each symbol's type, a letter, and its name, undone."""
+    """Returns nm's symbols of the files: each one's type, a letter, and its demangled name."""
     command = ["nm", "-C", *which, *map(str, files)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {(kind, name) for kind, name in re.findall(r"^[0-9a-f ]{16} (\S) (.+)$", said, re.MULTILINE)}
 
 
 def missing(objects: Iterable[Path], libraries: Iterable[Path]) -> list[str]:
-    """torch's symbols that the objects want and neither they nor the libraries have."""
+    """Returns torch's symbols that the objects need and neither they nor the libraries define."""
     objects = list(objects)
-    # A weak symbol ("w") may be there or not.
+    # A weak symbol ("w") may be missing.
     wanted = {
         name for kind, name in symbols(objects, "--undefined-only") if kind == "U" and OURS.search(name)
     }
@@ -117,8 +116,8 @@ def missing(objects: Iterable[Path], libraries: Iterable[Path]) -> list[str]:
 
 
 def check(torch: Path, root: Path = ROOT, build: Path = BUILD) -> list[str]:
-    """Compiles the core below `root` against that torch and returns the symbols that it lacks. Raises
-    SystemExit, below the compiler's message, where something does not compile."""
+    """Compiles the core below `root` against that torch and returns the symbols that torch lacks. Raises
+    SystemExit, after the compiler's message, if something does not compile."""
     folder = unpacked(torch, build)
     named = version(folder)
     made = build / f"objects-{named}-{sys.implementation.cache_tag}"
@@ -129,7 +128,7 @@ def check(torch: Path, root: Path = ROOT, build: Path = BUILD) -> list[str]:
     print(f"compiling {len(core)} sources against torch {named}", flush=True)
     if subprocess.run([find_ninja(), "-C", str(made), "-j", jobs, "-k", "0"]).returncode != 0:
         raise SystemExit(
-            f"the core does not compile against torch {named}; the compiler's message stands above."
+            f"the core does not compile against torch {named}; see the compiler's message above."
         )
     objects = [made / path.relative_to(root).with_suffix(".o") for path in core]
     return missing(objects, sorted((folder / "torch" / "lib").glob("*.so")))
@@ -138,7 +137,7 @@ def check(torch: Path, root: Path = ROOT, build: Path = BUILD) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "torch", nargs="+", type=Path, help="a wheel of torch, or a folder one was unpacked in"
+        "torch", nargs="+", type=Path, help="a wheel of torch, or a folder with an unpacked one"
     )
     lacking = False
     for torch in parser.parse_args().torch:
@@ -147,7 +146,7 @@ def main() -> None:
         for name in found:
             print(f"not in the libraries of {torch.name}: {name}")
         if not found:
-            print(f"all that the core needs of torch is in {torch.name}", flush=True)
+            print(f"{torch.name} has all symbols that the core needs", flush=True)
     if lacking:
         raise SystemExit(1)
 

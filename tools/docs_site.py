@@ -1,9 +1,10 @@
-"""What the site (`make docs`) has beyond docs/, as hooks that mkdocs calls (mkdocs.yml).
+"""Hooks for mkdocs (mkdocs.yml) that add pages to the site (`make docs`) beyond docs/.
 
-- A page of reference/api/ for every module that says in `__all__` what is public. Nothing is imported: the
-  sources are parsed here for who defines a name, and by mkdocstrings for the docstrings.
-- A page of repository/ for each document beside the sources (REPOSITORY), to which pages of docs/ link. Links
-  to other files of the repository become their bare text.
+- A page of reference/api/ for every module with an `__all__`. Nothing is imported: the sources are parsed
+here
+  to find who defines a name, and by mkdocstrings for the docstrings.
+- A page of repository/ for each document beside the sources (REPOSITORY) to which pages of docs/ link. Links
+  to other files of the repository become plain text.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def modules() -> dict[str, ast.Module]:
-    """The package and what lies right in it, by name."""
+    """Returns the package, its subpackages and its top modules, parsed, by name."""
     sources = [PACKAGE / "__init__.py", *PACKAGE.glob("*/__init__.py"), *PACKAGE.glob("[!_]*.py")]
     return {name_of(source): ast.parse(source.read_text()) for source in sorted(sources)}
 
@@ -31,7 +32,7 @@ def name_of(source: Path) -> str:
 
 
 def public(module: ast.Module) -> list[str]:
-    """What `__all__` lists; nothing where there is none."""
+    """Returns the names in `__all__`; empty without one."""
     for node in module.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return ast.literal_eval(node.value)
@@ -39,7 +40,7 @@ def public(module: ast.Module) -> list[str]:
 
 
 def defined_in(name: str, module: str, known: dict[str, ast.Module]) -> str:
-    """The module that defines what `module` calls `name`, which it may have imported."""
+    """Returns the module that defines `name` of `module`, which may have imported it."""
     for node in ast.walk(known[module]) if module in known else ():
         if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
             return defined_in(name, node.module or "", known)
@@ -47,8 +48,8 @@ def defined_in(name: str, module: str, known: dict[str, ast.Module]) -> str:
 
 
 def pages() -> dict[str, str]:
-    """The text of every page, by its module. What several modules offer is on the page of one, the last, and
-    the others refer to it."""
+    """Returns the text of every page, by its module. A name that several modules export is on the page of the
+    last one; the others link to it."""
     known, offered, at = modules(), {}, {}
     for module, tree in known.items():
         names = sorted(public(tree), key=str.lower)
@@ -65,13 +66,13 @@ def pages() -> dict[str, str]:
 
 
 def copies() -> dict[str, Path]:
-    """The documents outside docs/ that the site has too, by their places on it."""
+    """Returns the documents outside docs/ that the site includes, by their paths on the site."""
     found = (path for pattern in REPOSITORY for path in sorted(ROOT.glob(pattern)))
     return {f"{COPIES}{path.relative_to(ROOT).as_posix()}": path for path in found}
 
 
 def relinked(text: str, place: str, source: Path) -> str:
-    """The text of the document `source`, at `place` on the site, with links to targets on the site."""
+    """Returns the text of `source`, at `place` on the site, with its links changed to the site."""
     there = {path: name for name, path in copies().items()}
 
     def link(found: re.Match[str]) -> str:
@@ -93,7 +94,7 @@ def relinked(text: str, place: str, source: Path) -> str:
 
 
 def on_config(config):
-    """The API reference's pages, as the last of the nav's Reference."""
+    """Adds the API reference's pages at the end of the nav's Reference."""
     (reference,) = (section["Reference"] for section in config.nav if "Reference" in section)
     reference.append({"API": [{module: f"{API}{module}.md"} for module in pages()]})
     return config
@@ -110,6 +111,6 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """A page of docs/ with its links out of docs/ as the site has them."""
+    """Changes links from a page of docs/ to files outside docs/ into links on the site."""
     source = page.file.abs_src_path
     return markdown if source is None else relinked(markdown, page.file.src_uri, Path(source))

@@ -1,25 +1,24 @@
 #!/usr/bin/env bash
-# Installs what tests need beside the environment, from the distribution's packages, where this is Debian or
-# Ubuntu and the caller is root:
+# Installs tools that tests need beside the environment. From the distribution's packages, as root on Debian or Ubuntu:
 #
 #     tools/get_tool.sh hipcc     for `make test-hip` (80 MB to download, 0.7 GB on disk)
 #     tools/get_tool.sh clang-19  for the part of it that compiles for gfx942 (260 MB, with hipcc's device library)
 #     tools/get_tool.sh spin      for `make test-model` (0.5 MB)
 #     tools/get_tool.sh chromium  for the test that opens the page of `python -m pyruntime report` (100 MB)
 #
-# and into the environment, by pip:
+# By pip, into the environment:
 #
 #     tools/get_tool.sh clang-21  for the part of `make test-hip` that compiles for gfx950, with clang-19's headers and
 #                                 hipcc's device library: the clang within Zig (100 MB)
 #
-# Nothing else is changed. Exit code 1, and a sentence, where that is not possible; 2 for another name.
+# Nothing else is changed. Exit code 1 and a sentence if a tool cannot be installed; 2 for another name.
 set -euo pipefail
 
 case "$*" in
-    hipcc) packages=(hipcc libamdhip64-dev rocm-device-libs) without="the kernels for GPUs of AMD are not compiled" ;;
+    hipcc) packages=(hipcc libamdhip64-dev rocm-device-libs) without="the kernels for AMD GPUs are not compiled" ;;
     clang-19) packages=(clang-19 libamdhip64-dev rocm-device-libs) without="nothing is compiled for gfx942" ;;
     clang-21) packages=() without="nothing is compiled for gfx950" ;;
-    chromium) packages=(chromium) without="the page about a run is not opened in a browser" ;;
+    chromium) packages=(chromium) without="a run's report is not opened in a browser" ;;
     spin) packages=(spin) without="the models of the protocol are not checked" ;;
     *) echo "usage: tools/get_tool.sh chromium|clang-19|clang-21|hipcc|spin; found '$*'." >&2; exit 2 ;;
 esac

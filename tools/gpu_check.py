@@ -1,15 +1,15 @@
-"""Everything that needs a GPU: `make gpu-check`, or `python3 tools/gpu_check.py --help`. docs/how-to/gpus.md
-says how to use it on a machine without a network.
+"""Runs everything that needs a GPU: `make gpu-check`, or `python3 tools/gpu_check.py --help`.
 
-Builds the C++ core and the CUDA kernels in place, runs the tests marked `gpu`, measures with bench/gpu and
-lets compute-sanitizer watch small runs of the fused kernels, the most telling first. It downloads and
-installs nothing: it uses the Python that runs it, whose torch must have CUDA, and nvcc.
+It builds the C++ core and the CUDA kernels in place, runs the tests marked `gpu`, measures with bench/gpu,
+and runs small cases of the fused kernels under compute-sanitizer; the most informative stages come first. It
+downloads and installs nothing: it uses the Python that runs it, whose torch must have CUDA, and nvcc.
+docs/how-to/gpus.md says how to use it on a machine without a network.
 
-bench/results/<gpu>-<date>.json and .txt are written anew after every test and every figure. A call ends in
-time (--budget); the next one goes on with what is missing, as long as the sources are the same, and keeps
-what was built. Every stage is a process with a limit. What cannot run here (no compute-sanitizer, another GPU
-than Hopper) is recorded as absent, which is no failure. Exit code 0: all that was asked for passed; 1:
-something did not; 2: there is no GPU.
+bench/results/<gpu>-<date>.json and .txt are rewritten after every test and every figure. A call ends after
+--budget seconds. The next call continues with the missing stages if the sources are the same, and keeps what
+was built. Every stage is a process with a time limit. A stage that cannot run here (no compute-sanitizer, a
+GPU other than Hopper) is recorded as absent, which is no failure. Exit code 0: everything requested passed;
+1: something failed; 2: there is no GPU.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from tools.gpu.stages import KINDS, Plan, left_to_do  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"
 BUDGET_S = 560.0
-COLD_IMPORT_S = 150.0  # of torch, from a disk that has not read it yet
+COLD_IMPORT_S = 150.0  # of torch, from a cold disk
 BUILDS = {"core": "core", "portable kernels": "portable", "hopper kernels": "hopper"}
 WANTED_PACKAGES = ("torch", "pytest", "ninja", "setuptools", "numpy", "tokenizers", "safetensors")
 
 
 def device() -> dict[str, Any]:
-    """The GPU as torch sees it, asked in another process: a context here would outlast every stage."""
+    """Returns the GPU as torch sees it, from another process: a context here would outlive all stages."""
     program = (
         "import json, torch; p = torch.cuda.get_device_properties(0); "
         "print(json.dumps({'name': p.name, 'capability': [p.major, p.minor], 'torch': torch.__version__, "
@@ -62,13 +62,13 @@ def device() -> dict[str, Any]:
 
 
 def unpack_cutlass(wheel: Path, folder: Path = build_sm90.DOWNLOADED) -> Path:
-    """The headers of nvidia-cutlass's wheel, where tools/build_sm90.py looks for them. Raises ValueError for
-    another version than the one that is pinned."""
+    """Unpacks the headers of nvidia-cutlass's wheel to the folder where tools/build_sm90.py looks. Raises
+    ValueError unless it is the pinned version."""
     version = wheel.name.partition("-")[2].partition("-")[0]
     pinned = build_sm90.pinned_version()
     if version != pinned or not wheel.is_file():
         raise ValueError(
-            f"--cutlass {wheel} is not the wheel that is needed; give the path of "
+            f"--cutlass {wheel} is not a wheel of the pinned version; give the path of "
             f"nvidia_cutlass-{pinned}-*.whl."
         )
     target = folder / version
@@ -84,7 +84,7 @@ def unpack_cutlass(wheel: Path, folder: Path = build_sm90.DOWNLOADED) -> Path:
 
 
 def placed(logs: Path) -> Callable[[Stage], None]:
-    """What puts the kernels that a stage needs where pyruntime loads them."""
+    """Returns a function that copies the kernels that a stage needs to where pyruntime loads them."""
     where = ROOT / "pyruntime" / build.library("portable").name
 
     def put(stage: Stage) -> None:
@@ -94,7 +94,7 @@ def placed(logs: Path) -> Callable[[Stage], None]:
             return
         partial = logs / "partial.so"
         shutil.copyfile(wanted, partial)
-        os.replace(partial, where)  # what has loaded the old one keeps it
+        os.replace(partial, where)  # processes that loaded the old one keep it
 
     return put
 
@@ -106,9 +106,9 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only",
         default=",".join(KINDS),
-        help=f"which of {', '.join(KINDS)}; default all. What they need is built all the same",
+        help=f"some of {', '.join(KINDS)}, with commas; default all. Their builds run in any case",
     )
-    parser.add_argument("--out", type=Path, help="a folder for copies of the report and all output")
+    parser.add_argument("--out", type=Path, help="folder for copies of the report and all output")
     parser.add_argument("--cutlass", type=Path, metavar="WHEEL", help="nvidia-cutlass's wheel, for Hopper")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds in all; default %(default)s")
     return parser
@@ -128,7 +128,7 @@ def main() -> int:
             parser.error(str(error))
 
     missing = [name for name in WANTED_PACKAGES if importlib.util.find_spec(name) is None]
-    print(f"{sys.executable}; without: {', '.join(missing) or 'nothing that is wanted'}", flush=True)
+    print(f"{sys.executable}; missing packages: {', '.join(missing) or 'none'}", flush=True)
     found = {**device(), "python": sys.version.split()[0], "missing_packages": missing}
     print(json.dumps(found), flush=True)
     if "error" in found:
@@ -138,7 +138,7 @@ def main() -> int:
 
 
 def check(found: dict[str, Any], only: set[str], out: Path | None, budget_s: float) -> int:
-    """Everything that is asked for and not known yet; the exit code."""
+    """Runs all requested stages whose outcome is not known yet, and returns the exit code."""
     logs = build.FOLDER
     source = report.fingerprint(ROOT)
     mark = f"{report.fingerprint(ROOT, build.SOURCES)} {found['torch']} {found['capability']}"

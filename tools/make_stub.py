@@ -1,4 +1,4 @@
-"""Writes pyruntime/_C.pyi, the types of the C++ core, from the core as it is built.
+"""Writes pyruntime/_C.pyi, the types of the C++ core, from the built core.
 
     make build && .venv/bin/python tools/make_stub.py
 
@@ -18,7 +18,7 @@ from mypy import stubgen
 ROOT = Path(__file__).resolve().parent.parent
 STUB = ROOT / "pyruntime" / "_C.pyi"
 HEAD = '"""Types of the C++ core (csrc/bindings.cpp). Written by tools/make_stub.py; not edited by hand."""\n'
-# What pybind11 calls a number, where torch has moved a class to, and that a std::string takes bytes too.
+# pybind11's names of numbers, a class that torch has moved, and a std::string that also takes bytes.
 SIMPLER = {
     r"typing\.Supports(Int|Float) \| typing\.SupportsIndex": lambda found: found[1].lower(),
     r"torch\.distributed\.distributed_c10d": lambda _: "torch.distributed",
@@ -28,7 +28,7 @@ SIMPLER = {
 
 
 def stub() -> str:
-    """The text of the stub for the core that this Python imports."""
+    """Returns the text of the stub for the core that this Python imports."""
     with tempfile.TemporaryDirectory() as folder:
         stubgen.main(["-q", "-m", "pyruntime._C", "-o", folder])
         text = Path(folder, "pyruntime", "_C.pyi").read_text()

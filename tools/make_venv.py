@@ -1,18 +1,18 @@
-"""Makes the project's virtual environment around the torch that is there already, if one is.
+"""Makes the project's virtual environment, around an existing torch if there is one.
 
     python3 tools/make_venv.py VENV [--torch REQUIREMENT]
 
-A torch in a supported version that the running Python can import is used where it lies. Only where there is
-none, REQUIREMENT (what pip install takes, options too; by default torch==2.13.0) is installed into VENV.
-Nothing installed later pulls in a second torch: pip runs under a constraint that names the one in use.
-Afterwards the package itself is installed in place (editable), which builds the C++ core.
+If the running Python can import a torch of a supported version, that one is used in place. Otherwise
+REQUIREMENT (arguments of pip install, options too; by default torch==2.13.0) is installed into VENV. Later
+installations do not bring a second torch: pip runs under a constraint that names the one in use. At the end
+the package itself is installed in place (editable), which builds the C++ core.
 
-Exit code 1 and one sentence on stderr where the machine lacks something.
+Exit code 1 and one sentence on stderr if the machine lacks something.
 """
 
 import sys
 
-if sys.version_info < (3, 11):  # noqa: UP036  (said before anything here needs a newer Python)
+if sys.version_info < (3, 11):  # noqa: UP036  (checked before code that needs a newer Python)
     sys.exit(
         "pyruntime needs Python 3.11 or newer and {} is {}.{}: install one and name it, for example "
         "`make PYTHON=python3.11 build`.".format(sys.executable, *sys.version_info[:2])
@@ -44,7 +44,7 @@ import importlib.metadata, json, pathlib
 try:
     import torch
     for_pip = importlib.metadata.version("torch")
-except Exception:  # whatever keeps it from being imported or pip from seeing it, another is installed then
+except Exception:  # if it does not import or pip does not see it, another is installed
     print(json.dumps(None))
 else:
     print(json.dumps([torch.__version__, for_pip, str(pathlib.Path(torch.__file__).parent.parent)]))
@@ -57,8 +57,8 @@ exec "$(dirname "$0")/python" -m torch.distributed.run "$@"
 
 
 class Torch(NamedTuple):
-    """version: as torch says it, "2.13.0+cu130". for_pip: as its distribution does, "2.13.0" on PyPI, which
-    is another version to pip. folder: that holds the package."""
+    """A torch. version: as torch spells it, "2.13.0+cu130". for_pip: as its distribution does, "2.13.0" on
+    PyPI, which pip treats as another version. folder: the one that has the package."""
 
     version: str
     for_pip: str
@@ -72,13 +72,13 @@ def main() -> None:
     parser.add_argument("venv", type=Path)
     parser.add_argument("--torch", metavar="REQUIREMENT", default=f"torch=={DEFAULT}")
     arguments = parser.parse_args()
-    if Path(sys.prefix).resolve() == arguments.venv.resolve():  # the environment itself is the active one
+    if Path(sys.prefix).resolve() == arguments.venv.resolve():  # this is the environment's own Python
         os.execv(sys._base_executable, [sys._base_executable, *sys.argv])
     check_machine()
 
     found = importable_torch(sys.executable)
     if found is not None and not is_known(found.version):
-        print(f"Not using torch {found.version} of {sys.executable}: known are {', '.join(KNOWN)}.")
+        print(f"Not using torch {found.version} of {sys.executable}: supported are {', '.join(KNOWN)}.")
         found = None
     python = create(arguments.venv, shares_system_packages=found is not None)
     if found is not None:
@@ -93,14 +93,14 @@ def main() -> None:
 
     constraints = arguments.venv / "constraints.txt"
     constraints.write_text(f"torch=={torch.for_pip}\n")
-    # Programs go into this environment even where the outer one has them: only this one's bin folder is used.
+    # Programs go into this environment even if the outer one has them: only this one's bin folder is used.
     pip(python, "--quiet", "--ignore-installed", "--no-deps", *programs())
     pip(python, "--quiet", "-c", str(constraints), *BUILD_TOOLS)
     pip(python, "--quiet", "-c", str(constraints), "--no-build-isolation", "-e", f"{ROOT}[dev,docs]")
 
 
 def check_machine() -> None:
-    """Ends with one sentence where the venv module, the C++ compiler or Python's headers are missing."""
+    """Exits with one sentence if the venv module, the C++ compiler or Python's headers are missing."""
     missing = [module for module in ("venv", "ensurepip") if importlib.util.find_spec(module) is None]
     if missing:
         version = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -123,21 +123,21 @@ def create(venv: Path, *, shares_system_packages: bool) -> str:
     if shares_system_packages:
         command.append("--system-site-packages")
     if subprocess.run(command).returncode != 0:
-        sys.exit(f"`{' '.join(command)}` failed; its message stands above.")
+        sys.exit(f"`{' '.join(command)}` failed; see its message above.")
     return str(venv.absolute() / "bin" / "python")
 
 
 def importable_torch(python: str) -> Torch | None:
-    """The torch that `python` imports, or None."""
+    """Returns the torch that `python` imports, or None."""
     probe = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
     answer = json.loads(probe.stdout.splitlines()[-1]) if probe.returncode == 0 and probe.stdout else None
     return Torch(*answer) if answer else None
 
 
 def use_torch_of(python: str, found: Torch) -> None:
-    """Makes `python` see the found torch also where it lies in a virtual environment of its own.
+    """Makes `python` see the found torch, even one in another virtual environment.
 
-    --system-site-packages looks into the base Python only; a .pth file adds the folder of that environment.
+    --system-site-packages searches only the base Python; a .pth file adds the folder of that environment.
     """
     if importable_torch(python) is not None:
         return
@@ -147,8 +147,8 @@ def use_torch_of(python: str, found: Torch) -> None:
 
 
 def put_torchrun(python: str) -> None:
-    """Gives the environment of `python` a torchrun where it has none: that of an outer environment would
-    start ranks on the outer Python, which does not have this package."""
+    """Adds a torchrun to the environment of `python` if it has none: an outer environment's torchrun would
+    start ranks on the outer Python, which lacks this package."""
     program = Path(python).parent / "torchrun"
     if not program.exists():
         program.write_text(TORCHRUN)
@@ -156,7 +156,7 @@ def put_torchrun(python: str) -> None:
 
 
 def programs() -> list[str]:
-    """The requirements of the dev extra that are programs, not modules."""
+    """Returns the requirements of the dev extra that are programs, not modules."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     return [line for line in extras["dev"] if re.match("clang-format|hadolint|ninja|ruff", line)]
 
@@ -165,7 +165,7 @@ def pip(python: str, *arguments: str) -> None:
     command = [python, "-m", "pip", "install", "--disable-pip-version-check", *arguments]
     print("+", " ".join(command), flush=True)
     if subprocess.run(command).returncode != 0:
-        sys.exit(f"`{' '.join(command)}` failed; pip's own message stands above.")
+        sys.exit(f"`{' '.join(command)}` failed; see pip's message above.")
 
 
 if __name__ == "__main__":

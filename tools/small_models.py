@@ -1,5 +1,5 @@
-"""Models of transformers, small: their own configuration classes with small numbers, random weights in every
-parameter, and a batch to take a step on. For tools/check_architectures.py; nothing is downloaded."""
+"""Builds small models of transformers for tools/check_architectures.py: their own configuration classes with
+small sizes, random weights in every parameter, and a batch for a step. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-LARGEST = 130_000_000  # parameters; what is still larger than this was not made small
+LARGEST = 130_000_000  # parameters; a larger model was not shrunk by the rules below
 
 SIZES = {
     64: (
@@ -76,7 +76,7 @@ SIZES = {
     32: ("q_lora_rank", "moe_intermediate_size", "shared_expert_intermediate_size", "index_head_dim"),
 }
 UNSET = ("expert", "moe", "head_dim", "sliding_window")
-"""Parts of names that get a size where the configuration has none."""
+"""Settings with these parts in their names get a size even if the configuration has None."""
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _AUDIO = {"num_filters": 2, "depths": [1] * 7}
@@ -117,11 +117,11 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "vibevoice_acoustic_tokenizer_encoder": _AUDIO,
     "vibevoice_acoustic_tokenizer_decoder": _AUDIO,
 }
-"""{model type: settings that general rules do not find}, of nested configurations too."""
+"""{model type: settings that the general rules miss}, also for nested configurations."""
 
 
 def build(class_name: str) -> nn.Module:
-    """The architecture, small, with random numbers in every parameter; the same on every rank."""
+    """Returns the architecture, small, with random numbers in every parameter, the same on every rank."""
     cls = class_of(class_name)
     config = cls.config_class()
     shrink(config)
@@ -136,7 +136,7 @@ def build(class_name: str) -> nn.Module:
     if size > LARGEST:
         raise ValueError(f"{size:,} parameters after shrinking")
     model = cls(config)
-    for p in model.parameters():  # biases are zeros and norms are ones as they are made, which hides mistakes
+    for p in model.parameters():  # new biases are zeros and new norms ones, which hides mistakes
         p.data.add_(torch.randn_like(p) * 0.1)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -145,7 +145,7 @@ def build(class_name: str) -> nn.Module:
 
 
 def class_of(class_name: str) -> type:
-    """Of transformers; some are in their module alone."""
+    """Returns a class of transformers; some are exported only by their own module."""
     if hasattr(transformers, class_name):
         return getattr(transformers, class_name)
     names = transformers.models.auto.modeling_auto.MODEL_MAPPING_NAMES
@@ -166,7 +166,7 @@ def shrink(config: Any) -> None:
                 assign(config, name, int(size))
     if (
         isinstance(values.get("head_dim"), int) and "qk_rope_head_dim" in values
-    ):  # deepseek: only what rotates
+    ):  # deepseek: only the rotated part
         assign(config, "head_dim", 8)
     for name in KEY_VALUE_HEADS:
         if name in values:
@@ -176,7 +176,7 @@ def shrink(config: Any) -> None:
     for name, value in values.items():
         if isinstance(value, list) and name.endswith(("layer_types", "layers_block_type", "attention_types")):
             assign(config, name, two_kinds(value))
-        elif "jitter" in name and isinstance(value, float):  # of a router: another one in every call
+        elif "jitter" in name and isinstance(value, float):  # of a router: random in every call
             assign(config, name, 0.0)
         elif "dropout" in name or name.endswith(("_pdrop", "layerdrop")):
             if isinstance(value, float):
@@ -191,7 +191,7 @@ def shrink(config: Any) -> None:
 
 
 def two_kinds(layers: list[str]) -> list[str]:
-    """Two layers of as different kinds as there are, one of them with attention."""
+    """Returns the kinds of two layers, different if possible, one of them with attention."""
     attention = [kind for kind in layers if "attention" in kind and "linear" not in kind]
     if attention and layers[0] not in attention:
         return [layers[0], attention[0]]
@@ -201,7 +201,7 @@ def two_kinds(layers: list[str]) -> list[str]:
 
 
 def shrink_rope(config: Any, values: dict[str, Any]) -> None:
-    """Sections of a rotation over several axes, where the model has such, fill half of a head."""
+    """Makes the sections of a rotation over several axes, if the model has them, fill half of a head."""
     rope = values.get("rope_parameters")
     source = Path(inspect.getfile(type(config)))
     modeling = source.with_name(source.name.replace("configuration", "modeling"))
@@ -220,8 +220,7 @@ def assign(config: Any, name: str, value: Any) -> None:
 
 
 def batch_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Text that the model takes a step on, with labels where it knows a loss; pictures where it takes nothing
-    else."""
+    """Returns a batch of text, with labels if the model takes them; pictures if it takes no text."""
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(2, 101, (2, 12), generator=draw)
     given = inspect.signature(model.forward).parameters

@@ -2,7 +2,7 @@
 
     .venv/bin/python tools/write_configuration.py
 
-tests/test_configuration_page.py fails where the page is not the one that this writes.
+tests/test_configuration_page.py fails if the page differs from the one that this writes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ wins:
 
 
 def documented(section: type) -> dict[str, str]:
-    """The docstring of each field, on one line."""
+    """Returns the docstring of each field, on one line."""
     (definition,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(definition, ast.ClassDef)
     texts = {}
@@ -49,7 +49,7 @@ def documented(section: type) -> dict[str, str]:
 
 
 def linked(text: str) -> str:
-    """The same with pages of docs/ as links from this page, fit for a cell of a table."""
+    """Returns the text for a table's cell, with pages of docs/ as links from this page."""
     text = re.sub(r"docs/([\w-]+)/([\w-]+)\.md", r"[\2](../\1/\2.md)", text)
     return text.replace("|", "\\|")
 
@@ -59,7 +59,7 @@ def default_of(value: object) -> str:
 
 
 def commands() -> list[str]:
-    """A row for each command of USAGE."""
+    """Returns a table row for each command of USAGE."""
     return [f"| `{name}` | {does} |" for name, does in re.findall(r"^  (\w+) +(.+)$", USAGE, re.MULTILINE)]
 
 

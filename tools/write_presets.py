@@ -1,10 +1,10 @@
-"""Writes the presets of published Llamas for clusters, pyruntime/train/presets/llama3-*.toml, by our planner:
+"""Writes the presets of published Llamas for clusters, pyruntime/train/presets/llama3-*.toml:
 
     .venv/bin/python tools/write_presets.py
 
-For every number of GPUs the fastest mesh by prediction of those that the trainer runs on GPUs of several
-hosts (tensor- and data-parallel ranks alone) and whose memory, by the trainer's own rules, leaves a fifth of
-a GPU free, in a step and while the model is made. Where nothing fits, half as many tokens a step, and so on.
+For each number of GPUs our planner chooses the mesh of tensor- and data-parallel ranks with the fastest
+predicted step that the trainer runs. By the trainer's own rules it must leave a fifth of a GPU's memory free,
+in a step and while the model is made. If nothing fits, tokens a step are halved until one does.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pyruntime.train.planned import rules_of  # noqa: E402
 
 SEQ = 8192
 TOKENS = tuple(2**power for power in range(22, 17, -1))
-"""Of a step: the first with which something fits."""
+"""Tokens of a step to try; the first with which a mesh fits is used."""
 GPUS = tuple(2**power for power in range(3, 11))
 CHOICE = SearchSpace(axonn=False, co2=False, hybrid=False, kinds=())
 HERE = "parallel", "train"
-"""Sections of [ranks.N]."""
+"""Sections that [ranks.N] may set."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,29 +46,29 @@ class Preset:
 PRESETS = (
     Preset("llama3-8b", "dgx-h100", 3e-4),
     Preset("llama3-70b", "dgx-h100", 1.5e-4),
-    # On 80 GB the 101 GB of a rank's weights before ZeRO 3 cuts them do not fit, at tp 8.
+    # 80 GB are too few: at tp 8 a rank's weights take 101 GB before ZeRO 3 cuts them.
     Preset("llama3-405b", "dgx-h200", 8e-5),
 )
 
 
 def config_of(job: Job, candidate: Candidate) -> RunConfig:
-    """The trainer's. Raises ConfigError where it does not run the mesh on these GPUs."""
+    """Returns the trainer's configuration. Raises ConfigError if it does not run the mesh on these GPUs."""
     return checked(job, candidate.mesh).config
 
 
 def fastest(model: str, cluster: Cluster, gpus: int) -> tuple[Job, Candidate] | None:
-    """The mesh for so many GPUs; None where none fits."""
+    """Returns the fastest mesh for this number of GPUs; None if none fits."""
     for tokens in TOKENS:
         job = Job(find_model(model), cluster, gpus, tokens // SEQ, SEQ)
         asked = Asked(job)
         for candidate in search(job, CHOICE, rules=rules_of(cluster)).candidates:
-            if asked.refusal(candidate.mesh) is None:
+            if candidate.mesh.cp == 1 and asked.refusal(candidate.mesh) is None:
                 return job, candidate
     return None
 
 
 def table(job: Job, candidate: Candidate) -> str:
-    """[ranks.N] of a preset."""
+    """Returns the table [ranks.N] of a preset."""
     sections = settings(job, candidate.mesh)
     parallel, train = (sections[name] for name in HERE)
     parallel = {key: value for key, value in parallel.items() if value != 1 or key in ("tp", "dp", "zero")}

@@ -1,4 +1,4 @@
-"""What reads and writes memory on one core: bytes a second, next to a plain copy of fp32."""
+"""Times passes over memory on one core, in bytes a second, next to a plain copy of fp32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.common.measuring import at_least_one, facts, interleave, parser_of, w
 from bench.common.tables import table
 
 Contender = tuple[Callable[[], Any], int]
-"""A run, and the bytes that it reads and writes."""
+"""A function to time, and the bytes that it reads and writes."""
 
 
 def measure(contenders: Mapping[str, Contender], elements: int, rounds: int) -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ def measure(contenders: Mapping[str, Contender], elements: int, rounds: int) -> 
 
 
 def main(description: str | None, contenders: Callable[[int], Mapping[str, Contender]]) -> None:
-    """The command line of a benchmark. contenders: of so many elements."""
+    """Runs the command line of a benchmark. `contenders` makes them for a number of elements."""
     parser = parser_of(description, rounds=9)
     parser.add_argument("--elements", type=at_least_one, default=30_000_000, help="default 30 million")
     args = parser.parse_args()

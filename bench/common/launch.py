@@ -1,4 +1,4 @@
-"""Benchmarks that other benchmarks start: on one host by torchrun, on several by bench.netlab."""
+"""Starts benchmarks from other benchmarks: on one host by torchrun, on several by bench.netlab."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ MOST_LOAD = 4.0  # at the start of a run; the run before it leaves about 2
 
 
 def on_one_host(module: str, arguments: Sequence[str]) -> list[str]:
-    """Two ranks of a benchmark, with this Python."""
+    """Returns the command of a benchmark on two ranks of this host, with this Python."""
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     return [sys.executable, *launch, "-m", module, *arguments]
 
 
 def between_hosts(module: str, arguments: Sequence[str], rate: str, hosts: int = 2) -> list[str]:
-    """A rank on each of the hosts, whose links carry `rate`."""
+    """Returns the command of a benchmark with one rank on each host, with links of `rate`."""
     as_root = [] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user"]
     network = ["-m", "bench.netlab", "--hosts", str(hosts), "--ranks-per-host", "1", "--rate", rate]
     return [*as_root, sys.executable, *network, "--", sys.executable, "-m", module, *arguments]
 
 
 def shown(command: Sequence[str]) -> str:
-    """As a reader would type it."""
+    """Returns a command as a reader would type it."""
     return shlex.join(["python" if part == sys.executable else part for part in command])
 
 
 def run(command: Sequence[str]) -> dict[str, Any]:
-    """What a benchmark wrote, and the command. Ends the program, with the benchmark's output, where it
-    fails."""
+    """Runs a benchmark and returns its JSON with the command. If it fails, prints its output and exits."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "result.json")
@@ -63,7 +62,7 @@ def run(command: Sequence[str]) -> dict[str, Any]:
 
 
 def warning(runs: Sequence[dict[str, Any]]) -> str:
-    """That a table of these cannot be relied on, where that is so; else empty."""
+    """Returns a warning if the machine was too busy for these runs to be relied on; else an empty string."""
     load = max(run["facts"]["load_average_at_start"] for run in runs)
     if load <= MOST_LOAD:
         return ""

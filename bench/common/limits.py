@@ -1,10 +1,10 @@
-"""What a contender of ours is held against: computing alone, its bytes alone, and both at once.
+"""Measures a contender's limits: computing only, sending only, and both at once.
 
-T_g     a rank's computation alone, on all ranks at once
-T_c     the collectives alone, one after the other; where none are given, the bytes that ours sends, alone
-loaded  T_g with as many bytes as ours sends passing unrelated; only between hosts
+T_g     a rank's computation without communication, on all ranks at once
+T_c     the collectives without computation, one after the other; if none are given, the bytes that ours sends
+loaded  T_g while as many bytes as ours sends pass unrelated; only between hosts
 R     = ours / max(T_g, T_c)
-waits   share of a turn in which the thread that computes waited for peers, by the ledger
+waits   share of a turn in which the computing thread waited for peers, by the ledger
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from bench.common.measuring import Sample, start_together
 from bench.common.traffic import Traffic, sent_by
 
 Turn = Callable[[], object]
-LEAST_BYTES = 100_000  # fewer than that left a host in a turn: all ranks are on one
+LEAST_BYTES = 100_000  # if fewer left a host in a turn, all ranks are on one host
 ENTERED = 3  # turns with a ledger
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Of all rounds."""
+    """A median over all rounds and its spread."""
 
     median: float
     spread: float
@@ -35,13 +35,13 @@ class Figure:
 
     @classmethod
     def of(cls, sample: Sample, share: float = 1.0) -> Figure:
-        """Of so much of a sample."""
+        """Returns the figure of a sample, times `share`."""
         return cls(sample.median * share, sample.spread if sample.median else 0.0)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """One contender. Seconds of a step, but R, over_loaded and waits. None: the ranks are on one host."""
+    """One contender's limits, in seconds a step except R, over_loaded and waits. None: one host."""
 
     T_g: Figure
     T_c: Figure | None
@@ -49,20 +49,20 @@ class Limits:
     ours: Figure
     R: Figure
     over_loaded: Figure | None
-    """Ours over the loaded limit, round by round."""
+    """Our time divided by the loaded limit, round by round."""
     waits: Figure
-    """Of the rank that waited most."""
+    """Waits of the rank that waited most."""
     sent_bytes: float
-    """Ours, that leave a host in a step; headers count."""
+    """Bytes that leave a host in a step of ours, headers included."""
     T_c_bytes: float
-    """That leave a host in what T_c is the time of."""
+    """Bytes that leave a host in the operation timed as T_c."""
 
 
 LIMITS_HEAD = ["T_c ms", "R", "loaded ms", "over loaded", "waits"]
 
 
 def limits_cells(limits: Mapping[str, Any] | None) -> list[str]:
-    """Of a table with that head: of `Limits` as JSON has them; empty where there are none."""
+    """Returns the table cells of `Limits` read from JSON, below that head; empty cells for None."""
     if limits is None:
         return [""] * len(LIMITS_HEAD)
     comm, loaded, over = limits["T_c"], limits["loaded"], limits["over_loaded"]
@@ -76,16 +76,15 @@ def limits_cells(limits: Mapping[str, Any] | None) -> list[str]:
 
 
 class Held:
-    """One of `turns` and what it is held against, which is added to them. All ranks make it together, when
-    every turn has run before.
+    """One of `turns` and its limits, which it adds to the turns. All ranks make it, after each turn ran once.
 
     Args:
-        turns: what will take turns, by name.
+        turns: the functions that take turns, by name.
         ours: the name of the contender.
-        alone: names of what computes T_g and exchanges nothing; the fastest counts.
-        collectives: names of what T_c is the time of; the fastest counts.
-        shares: `alone` computes what so many ranks do in a turn of ours.
-        steps: that are in a turn of each.
+        alone: names of turns that compute T_g and exchange nothing; the fastest counts.
+        collectives: names of turns that are timed as T_c; the fastest counts.
+        shares: the number of ranks whose work in a turn of ours one turn of `alone` computes.
+        steps: steps in a turn of each.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Held:
             turns[f"the bytes of {ours}"] = own.alone
 
     def limits(self, samples: dict[str, Sample]) -> Limits:
-        """From what was timed, and turns with a ledger that are taken now, by all ranks."""
+        """Returns the limits from timed samples and from turns with a ledger, taken now by all ranks."""
 
         def fastest(names: Sequence[str]) -> str:
             return min(names, key=lambda name: samples[name].median)
@@ -140,10 +139,10 @@ class Held:
 
 
 def waits_of(turn: Turn) -> Sample:
-    """Share of a turn that the thread that computes waited for peers, of the rank that waited most, in each
-    of some turns that are taken with a ledger. All ranks call it together.
+    """Takes some turns with a ledger and returns, for each, the share in which the computing thread waited
+    for peers, on the rank that waited most. All ranks call it together.
 
-    Raises RuntimeError where the ledger has no room for a turn."""
+    Raises RuntimeError if the ledger has no room for a turn."""
     shares = []
     for _ in range(ENTERED):
         start_together()

@@ -1,5 +1,4 @@
-"""What all benchmarks share: how they take time (pyruntime.tuning.timing), how they sum it up, how they say
-where it was taken."""
+"""Times, sums up and reports all benchmarks (pyruntime.tuning.timing), with facts about the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ __all__ = [
     "Report",
     "Sample",
     "at_least_one",
+    "cases_of",
     "facts",
     "interleave",
     "parser_of",
@@ -39,8 +39,8 @@ __all__ = [
 
 @contextlib.contextmanager
 def started(axes: Mapping[str, int]) -> Iterator[Any]:
-    """A pyruntime.Runtime over the ranks that torchrun or netlab started, one thread each; one of the `axes`
-    is -1, all ranks that the others leave. Ends with exit code 2 where nobody started ranks."""
+    """Opens a pyruntime.Runtime over the ranks that torchrun or netlab started, with one thread each. One of
+    the `axes` is -1 and gets all remaining ranks. Exits with code 2 if no ranks were started."""
     import pyruntime
 
     if "RANK" not in os.environ:
@@ -55,14 +55,14 @@ def started(axes: Mapping[str, int]) -> Iterator[Any]:
 
 
 def program() -> str:
-    """What runs, as it is started: "-m bench.linear.run"."""
+    """Returns the running program as it is started: "-m bench.linear.run"."""
     spec = sys.modules["__main__"].__spec__
-    return f"-m {spec.name}" if spec else sys.argv[0]
+    return f"-m {spec.name.removesuffix('.__main__')}" if spec else sys.argv[0]
 
 
 def parser_of(description: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
-    """A parser whose help is the benchmark's docstring. With `--rounds`, which has that default, and `--json`
-    where rounds are given."""
+    """Returns a parser whose help is the benchmark's docstring. If `rounds` is given it has `--rounds`, with
+    that default, and `--json`."""
     parser = argparse.ArgumentParser(
         prog=f"python {program()}",
         description=description,
@@ -76,15 +76,39 @@ def parser_of(description: str | None, rounds: int | None = None) -> argparse.Ar
     return parser
 
 
+class Checked(Protocol):
+    """A case of a benchmark."""
+
+    def check(self, ranks: int) -> None:
+        """Raises ValueError unless so many ranks can measure it."""
+
+
+T = TypeVar("T", bound=Checked)
+
+
+def cases_of(bench: str, parse: Callable[[str], T], texts: Iterable[str]) -> list[T]:
+    """Returns the cases that texts name. If one is wrong or does not fit the ranks, prints one sentence on
+    rank 0 and ends the process with exit code 2."""
+    try:
+        cases = [parse(text) for text in texts]
+        for case in cases:
+            case.check(int(os.environ.get("WORLD_SIZE", "1")))
+        return cases
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{bench}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
 def at_least_one(text: str) -> int:
-    """For argparse. Raises ArgumentTypeError."""
+    """Parses a whole number from 1 on for argparse. Raises ArgumentTypeError."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} measures nothing; use a number from 1 on.")
+        raise argparse.ArgumentTypeError(f"{text} measures nothing; use at least 1.")
     return int(text)
 
 
 class Report:
-    """Prints on rank 0 what was found as it is found, and keeps it for the JSON file."""
+    """Prints each result on rank 0 at once, and keeps it for the JSON file."""
 
     def __init__(self, args: argparse.Namespace, how: str):
         self._args, self._how, self._facts = args, how, facts()
@@ -101,7 +125,7 @@ class Report:
             print(f"\n{text}", flush=True)
 
     def write(self, path: str | None) -> None:
-        """To a file, where one was asked for."""
+        """Writes the results to a file if `path` is given."""
         if path and self._is_first:
             write_json(path, self._facts, {**vars(self._args), "how": self._how}, self.results)
 
@@ -112,7 +136,7 @@ def report_each(
     results: Iterable[dict[str, Any]],
     show: Callable[[dict[str, Any]], str],
 ) -> None:
-    """A Report of what is measured one after the other."""
+    """Reports results that are measured one after the other."""
     report = Report(args, how)
     for result in results:
         report.add(result, show(result))
@@ -120,7 +144,7 @@ def report_each(
 
 
 def rounds_for(seconds: float, least: int, one_round: Callable[[], object], most: int = 100) -> int:
-    """How many rounds fill about `seconds`, within [least, most]; the same on every rank. Runs one round."""
+    """Runs a round; returns how many fill about `seconds`, within [least, most], the same on every rank."""
     start = time.perf_counter()
     one_round()
     took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
@@ -130,7 +154,7 @@ def rounds_for(seconds: float, least: int, one_round: Callable[[], object], most
 
 
 def facts() -> dict[str, Any]:
-    """Where and how this benchmark runs: machine in words, versions, command, date."""
+    """Returns where and how this benchmark runs: machine in words, versions, command, date."""
     import pyruntime
     from pyruntime import machine
 
@@ -158,5 +182,5 @@ def facts() -> dict[str, Any]:
 def write_json(
     path: str | Path, facts: dict[str, Any], settings: dict[str, Any], results: list[dict[str, Any]]
 ) -> None:
-    """One object: `facts`, `settings` of the benchmark, and `results`, one object a row."""
+    """Writes one JSON object: `facts`, `settings` of the benchmark, and `results`, one object a row."""
     write_records(path, {"facts": facts, "settings": settings, "results": results})

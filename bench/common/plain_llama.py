@@ -1,6 +1,6 @@
-"""A Llama written plainly in PyTorch: the baseline that the training benchmark compares with.
+"""A Llama in plain PyTorch, the baseline of the training benchmarks.
 
-Nothing of pyruntime is used here. It is the model a competent user would write: `nn.Linear`, `nn.RMSNorm`,
+It uses nothing of pyruntime. It is the model that a competent user would write: `nn.Linear`, `nn.RMSNorm`,
 scaled dot-product attention with `is_causal` and `enable_gqa`, `F.cross_entropy`, fused AdamW, and
 `clip_grad_norm_`. `shard_with_dtensor` applies PyTorch's own tensor and sequence parallelism (DTensor) to it,
 laid out as torchtitan does.
@@ -57,7 +57,7 @@ LONGER = {
     for dim in (1024, 2048)
     for seq in (512, 2048, 4096)
 }
-"""Steps of one sequence, for every training benchmark: weights and rows that no longer fit a core's cache."""
+"""Shapes with one sequence a step, for every training benchmark; weights and rows exceed a core's cache."""
 
 
 class Attention(nn.Module):
@@ -71,7 +71,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, seq, _ = x.shape
-        # -1 heads: under tensor parallelism a rank holds only its own.
+        # -1 heads: under tensor parallelism a rank has only its own.
         q = rotate(self.q(x).view(batch, seq, -1, self.head_dim), cos, sin).transpose(1, 2)
         k = rotate(self.k(x).view(batch, seq, -1, self.head_dim), cos, sin).transpose(1, 2)
         v = self.v(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
@@ -129,7 +129,7 @@ class PlainLlama(nn.Module):
 
 
 def rotary_table(seq: int, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, 1, head_dim], the two halves of a head alike (Hugging Face's layout)."""
+    """Returns cos and sin [S, 1, head_dim], equal in the two halves of a head (Hugging Face's layout)."""
     frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.outer(torch.arange(seq, dtype=torch.float64), frequency)
     angle = torch.cat([angle, angle], dim=-1)[:, None, :]
@@ -143,9 +143,9 @@ def rotate(x_bshd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def shard_with_dtensor(model: PlainLlama, mesh: DeviceMesh) -> Callable[[], AbstractContextManager]:
-    """Shard `model` in place with PyTorch's tensor and sequence parallelism.
+    """Shards `model` in place with PyTorch's tensor and sequence parallelism.
 
-    The loss must be computed, and its backward run, inside a context that the returned function makes.
+    Compute the loss and run its backward inside a context that the returned function makes.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -199,7 +199,7 @@ class PlainStep:
     ) -> None:
         """`settings` are those of `torch.optim.AdamW`, `clip` the largest norm of the gradient."""
         self.model = model
-        # fused: of its three variants the fastest on CPUs.
+        # fused: the fastest of its three variants on CPUs.
         self.optimizer = torch.optim.AdamW(model.parameters(), **settings, fused=True)
         self.clip = clip
         self.loss_context = loss_context

@@ -1,4 +1,4 @@
-"""How measurements are written: JSON with one line for each record."""
+"""Writes measurements as JSON with one line for each record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def as_lines(document: Mapping[str, Any]) -> str:
-    """The document, with a line for each entry of the lists and mappings that it holds: a record a line."""
+    """Returns the document as JSON, with a line for each entry of its lists and mappings."""
     parts = [f" {json.dumps(key)}: {_entries(value)}" for key, value in document.items()]
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
@@ -29,7 +29,7 @@ def _entries(value: Any) -> str:
 
 
 def write_records(path: str | Path, document: Mapping[str, Any]) -> None:
-    """Replaces the file as a whole: whoever reads it finds one or the other."""
+    """Replaces the file as a whole, so that a reader finds the old or the new one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_suffix(".part")

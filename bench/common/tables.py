@@ -1,4 +1,4 @@
-"""How benchmarks print their tables; without torch, for programs that only show what was found."""
+"""Prints the tables of benchmarks; needs no torch, for programs that only show results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned: the first to the left, the others to the right."""
+    """Returns aligned columns: the first left-aligned, the others right-aligned."""
     widths = [max(len(line[column]) for line in [head, *rows]) for column in range(len(head))]
     lines = [
         "  ".join(

@@ -1,4 +1,4 @@
-"""What the benchmarks that draw traces share: ranges of torch.profiler as data, and the picture's frame."""
+"""Reads ranges of torch.profiler and draws the frame of a picture, for benchmarks that draw traces."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.profiler import profile
 from pyruntime.comm.exchange import gather
 
 Spans = list[tuple[str, float, float]]
-"""(name, start, seconds), seconds since the first of them began."""
+"""(name, start, seconds) of each range; starts are seconds after the first one's."""
 
 
 def spans_of(profiled: profile, prefixes: tuple[str, ...]) -> Spans:
-    """The ranges whose names begin so."""
+    """Returns the ranges whose names begin with one of the prefixes."""
     events = [event for event in profiled.events() if event.name.startswith(prefixes)]
     start = min(event.time_range.start for event in events)
     return [
@@ -24,7 +24,7 @@ def spans_of(profiled: profile, prefixes: tuple[str, ...]) -> Spans:
 
 
 def of_all_ranks(found: Spans) -> list[Spans]:
-    """By rank, on every rank."""
+    """Returns the ranges of all ranks, in rank order, on every rank."""
     return gather(dist.group.WORLD, "Gathering what ranks did", found, Spans)
 
 

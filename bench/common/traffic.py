@@ -1,8 +1,8 @@
-"""Traffic that nobody waits for: what a machine can do at best while as much as a contender's passes.
+"""Sends unrelated traffic beside a computation, to measure the best that a machine can do under that load.
 
-Where the cores that multiply also run the network stack, max(T_g, T_c) cannot be reached. The loaded limit is
-the time of the same computation, which exchanges nothing, with an equal volume of unrelated bytes under way,
-until both are over.
+If the cores that multiply also run the network stack, max(T_g, T_c) cannot be reached. The loaded limit is
+the time of the same computation without exchange, while an equal number of unrelated bytes is sent, until
+both are finished.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ import torch
 import torch.distributed as dist
 
 PIECE_BYTES = 1 << 20
-PROBE_BYTES = 8 << 20  # by which the headers' share is found
-COUNTED = 4  # runs whose bytes are counted: what one begins may leave while the next runs
+PROBE_BYTES = 8 << 20  # to measure the headers' share
+COUNTED = 4  # runs whose bytes are counted together, as bytes of one may leave during the next
 
 
 def bytes_out() -> int:
-    """That have left through this host's interfaces but the loopback."""
+    """Returns the bytes that have left through this host's interfaces except the loopback."""
     lines = Path("/proc/net/dev").read_text().splitlines()[2:]
     rows = (line.split(":") for line in lines)
     return sum(int(figures.split()[8]) for name, figures in rows if name.strip() != "lo")
 
 
 def sent_by(work: Callable[[], object]) -> int:
-    """Bytes that leave this host in a run of `work`: the mean of several and of all ranks, which call it
-    together."""
+    """Returns the bytes that leave this host in a run of `work`, the mean over runs and ranks. Collective."""
     dist.barrier()
     before = bytes_out()
     for _ in range(COUNTED):
@@ -39,14 +38,14 @@ def sent_by(work: Callable[[], object]) -> int:
 
 
 def pieces(nbytes: int) -> list[torch.Tensor]:
-    """Room for so many bytes, all of it touched."""
+    """Returns buffers of `nbytes` in all, with every page touched."""
     sizes = [min(PIECE_BYTES, nbytes - begin) for begin in range(0, nbytes, PIECE_BYTES)]
     return [torch.zeros(size, dtype=torch.uint8) for size in sizes]
 
 
 class Traffic:
-    """`nbytes` leave every host for the next rank's, and as many come from the one before: headers and
-    acknowledgements count, as they do in `sent_by`. One rank a host. All ranks make and use it together."""
+    """Sends `nbytes` from every host to the next one, and receives as many from the one before; headers and
+    acknowledgements count, as in `sent_by`. One rank a host. All ranks make and use it together."""
 
     def __init__(self, nbytes: int) -> None:
         self._out = torch.randint(256, (PIECE_BYTES,), dtype=torch.uint8)
@@ -55,11 +54,11 @@ class Traffic:
         self._pieces = pieces(nbytes * probe // sent_by(self.alone))
 
     def alone(self) -> None:
-        """Returns when all have left and come."""
+        """Sends and receives all bytes, without computation."""
         self.beside(lambda: None)()
 
     def beside(self, work: Callable[[], object]) -> Callable[[], None]:
-        """`work`, which exchanges nothing, while the bytes pass; it ends when both have."""
+        """Returns a function that runs `work`, which exchanges nothing, beside the traffic until both end."""
 
         def run() -> None:
             rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -1,9 +1,9 @@
-"""Attention and training over a sequence that is cut over ranks, next to ranks that compute it alone.
+"""Times attention and training over a sequence that is cut over ranks, next to ranks that compute it alone.
 
     torchrun --nproc-per-node 2 -m bench.context.run [--json FILE] [--seq 8192 32768] [--dtypes bf16 fp32]
     python -m bench.netlab --hosts 2 --rate 1gbit -- python -m bench.context.run ...
 
-Every line computes the same attention: the first call of each is compared with that of one rank alone.
+Every line computes the same attention: the first call of each is compared with one rank's result.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ MODELS = {
     "tiny": TINY,
     **{f"{name}-a-rank": replace(shape, seq=2 * shape.seq) for name, shape in LONGER.items()},
 }
-TOLERANCE = {"bf16": 0.02, "fp32": 1e-4}  # of the norm
+TOLERANCE = {"bf16": 0.02, "fp32": 1e-4}  # as a share of the norm
 
 HOW = """\
-Seconds of the slowest rank, medians over {rounds} rounds; within a round every line takes one turn, in
-shuffled order, started together. Alone: every rank computes the whole sequence at the same time, forward
-and backward, and its seconds divided by the ranks are the ideal (T_g). T_c: of attention what the ring
-sends, of a training step between hosts as many bytes as it sends, with nothing else to do. E = T_g / line.
-R = line / max(T_g, T_c). Loaded, between hosts: T_g while as many bytes as the line sends pass unrelated.
-Waits: share of the time, most of any rank, by the ledger, in turns of their own."""
+Seconds of the slowest rank, medians over {rounds} rounds. Within a round every line takes one turn, in
+shuffled order, started together on all ranks. Alone: every rank computes the whole sequence at the same time,
+forward and backward; its seconds divided by the number of ranks are the ideal (T_g). T_c: the ring's messages
+(attention), or as many bytes as a training step sends between hosts, without computation. E = T_g / line. R =
+line / max(T_g, T_c). Loaded, between hosts: T_g while as many bytes as the line sends pass unrelated. Waits:
+share of the time, of the rank that waited most, by the ledger, in separate turns."""
 
 Turn = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Line:
-    """One contender. Seconds but the ratios."""
+    """One contender's figures: seconds, except for the ratios."""
 
     name: str
     seconds: float
@@ -64,7 +64,7 @@ class Line:
 
 
 def inputs(seq: int, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and the gradient of the result, the same on every rank."""
+    """Returns q, k, v and the gradient of the result, the same on every rank."""
     draw = torch.Generator().manual_seed(seq)
     return [
         torch.randn(1, seq, n, DIM, generator=draw).to(dtype) for n in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
@@ -95,7 +95,7 @@ def over_ranks(whole: list[Tensor], group, variant: str, layout: str) -> Turn:
 
 
 def exchange(whole: list[Tensor], group) -> Turn:
-    """What the zigzag ring sends in a forward and a backward pass."""
+    """Returns a turn that only sends the messages of the zigzag ring's forward and backward pass."""
     k, size, rank = whole[1], group.size(), group.rank()
     ways = mask_of("zigzag", k.shape[1], size, rank, True, None).ways
 
@@ -121,7 +121,7 @@ def exchange(whole: list[Tensor], group) -> Turn:
 def compare(
     name: str, found: list[Tensor], whole: list[Tensor], group, layout: str, tolerance: float
 ) -> None:
-    """Raises RuntimeError where a line's results are not those of the whole sequence."""
+    """Raises RuntimeError if a line's results differ from those of the whole sequence."""
     for index, (one, all_tokens) in enumerate(zip(found, whole, strict=True)):
         expected = take_shard(all_tokens, layout, group.size(), group.rank()).double()
         error = float((one.double() - expected).norm() / expected.norm())
@@ -131,7 +131,7 @@ def compare(
 
 
 def measured(title: str, turns: dict[str, Turn], ranks: int, rounds: int) -> dict[str, Any]:
-    """Of all turns but "alone", which computes what all ranks do, and "T_c"."""
+    """Times all turns; returns figures of all except "alone" (all ranks' work on each rank) and "T_c"."""
     names = [name for name in turns if name not in ("alone", "T_c")]
     exchange = [name for name in turns if name == "T_c"]
     held = {name: Held(turns, name, ["alone"], exchange, shares=ranks) for name in names}
@@ -194,7 +194,7 @@ def measure_training(model: str, dtype: str, args: argparse.Namespace, cp, tp, a
         losses = torch.tensor([turns["cp"](), turns["alone"]()], dtype=torch.float64)
     mean = context.sum(losses) / context.size
     if abs(mean[0] - mean[1]) > (2e-2 if dtype == "bf16" else 1e-4):
-        raise RuntimeError(f"{model} {dtype}: the loss over ranks is {mean[0]} and alone {mean[1]}.")
+        raise RuntimeError(f"{model} {dtype}: the loss over ranks is {mean[0]}, and {mean[1]} on one rank.")
     title = f"training step, {model}, {shape.seq} tokens, {dtype}, zigzag ring, zero 1"
     return measured(title, turns, group.size(), args.rounds)
 

@@ -1,4 +1,4 @@
-"""When keys travel and when they are computed with: one layer's attention, from torch.profiler, as a picture.
+"""Draws when keys are sent and when they are used in one layer's ring attention, from torch.profiler.
 
 torchrun --nproc-per-node 4 -m bench.context.trace --plot docs/pictures/context-parallel.png
 python -m bench.netlab --hosts 2 --rate 1gbit -- python -m bench.context.trace --plot FILE
@@ -26,8 +26,8 @@ COLOURS = {
 
 
 def spans(seq: int, group) -> Spans:
-    """(name, start, seconds) of what this rank did, in one forward and backward pass; seconds since its
-    start."""
+    """Returns (name, start, seconds) of this rank's ranges in one forward and backward pass, in seconds after
+    its start."""
     turn = over_ranks(inputs(seq, torch.bfloat16), group, "ring", "zigzag")
     for _ in range(3):
         turn()

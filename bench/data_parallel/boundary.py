@@ -1,12 +1,12 @@
-"""Where a round of CO2 ends, on one core: bytes a second of its passes, next to a plain copy and to the same
-by torch's operations.
+"""Times the passes at the end of a CO2 round on one core, in bytes a second, next to a plain copy and to the
+same by torch's operations.
 
     python -m bench.data_parallel.boundary [--json FILE] [--elements 30000000]
 
-Weights of bf16 with fp32 masters. Bytes counted: each array that is read or written, once a direction. The
-pass reads and writes master, outer iterate, outer momentum and what travels, and writes the bf16 weight (30
-bytes an element); the norms of the penalty read two arrays each: what has come and the momentum (6), and once
-a round, after its first step, outer iterate and master (8).
+Weights are bf16 with fp32 masters. Each array that is read or written counts once a direction. The pass reads
+and writes master, outer iterate, outer momentum and the message, and writes the bf16 weight (30 bytes an
+element). The norms of the penalty read two arrays each: the received message and the momentum (6), and once a
+round, after its first step, outer iterate and master (8).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pyruntime.ops.outer_step import outer_step_, squared_displacement, squared_
 
 LR, MOMENTUM, STEP, CLIP = 1.0, 0.2, 0.4, 1.0
 BLOCK = 1 << 16
-"""Elements that torch's operations go over at once, so that they stay in the cache."""
+"""Elements that torch's operations process at once, so that they stay in the cache."""
 
 
 def contenders(elements: int) -> dict[str, Contender]:

@@ -1,9 +1,8 @@
-"""Training with compressed gradients: bytes, losses, and what plans (L-GreCo) save.
+"""Trains with compressed gradients and reports bytes, losses, and the savings of plans (L-GreCo).
 
     torchrun --nproc-per-node 2 -m bench.data_parallel.compression [--json FILE] [--steps 200]
 
-The trainer, on a preset's model and the standard library's sources, once for each way in which gradients
-travel.
+It runs the trainer on a preset's model and the standard library's sources, once for each compression.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from pyruntime.train.resolved import check
 from pyruntime.train.signals import StopRequest
 
 HOW = """\
-{preset}, {steps} steps over {ranks} ranks at zero 0, where nothing but gradients travels in the class dp.
-Bytes: that a rank took from the others in a step, median of the second half. Of uniform: bytes of a plan
-divided by those of the setting for all, and the same of the errors that were measured (sums of squares of
-what would be lost), the median over plans; whose matrices it counts are those that are large enough.
-Planning: seconds of measuring errors and of the dynamic program, of the time of all steps. One run each:
-losses differ by as much as a seed changes them."""
+{preset}, {steps} steps over {ranks} ranks at zero 0, where only gradients travel in the class dp.
+Bytes: those that a rank received in a step, median of the second half. Of uniform: a plan's bytes divided by
+those of one setting for all matrices, and the same for the measured errors (sums of squares of the lost
+values), medians over plans; only matrices that are large enough count. Planning: measuring errors and the
+dynamic program, as a share of the time of all steps. One run each: losses differ by as much as a seed changes
+them."""
 
 METHODS: dict[str, DataParallel] = {
     "none": DataParallel(),
@@ -57,13 +56,13 @@ PLANNED = ("quantize 4 bits", "top_k 1 %", "power_sgd rank 4")
 
 
 class Plans:
-    """What the plans of a compressor find, and how long they take."""
+    """Records the plans of a compressor and how long they take."""
 
     def __init__(self, compressor: Compressor):
         self._compressor = compressor
         self.seconds = 0.0
         self.of_uniform: list[tuple[float, float]] = []
-        """Bytes and errors."""
+        """(bytes, errors) of each plan, divided by those of one setting for all."""
         self._allocated = compressor._allocated
         compressor._errors = self._timed(compressor._errors)  # type: ignore[method-assign]
         compressor._plan_anew = self._timed(compressor._plan_anew)  # type: ignore[method-assign]
@@ -103,7 +102,7 @@ def lines(args: argparse.Namespace) -> Iterator[tuple[str, DataParallel]]:
 
 
 def measure(name: str, chosen: DataParallel, args: argparse.Namespace, runtime: Runtime) -> dict[str, Any]:
-    """One run."""
+    """Runs one line and returns its figures."""
     config = config_file.load(config_file.find(args.preset))
     train = dataclasses.replace(config.train, steps=args.steps, dtype="bf16", micro_batch_size=2, val_every=0)
     parallel = dataclasses.replace(config.parallel, dp=runtime.sizes.dp, zero=0)

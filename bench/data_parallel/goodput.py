@@ -1,12 +1,12 @@
-"""Goodput of replicas that are killed again and again: processes of one host, joined by `python -m pyruntime
-members`.
+"""Measures the goodput of replicas that are killed again and again: processes of one host, joined by
+`python -m pyruntime members`.
 
     python -m bench.data_parallel.goodput [--replicas 4] [--steps 6000] [--tau 20] [--every 60] [--seeds 3]
         [--config tiny] [--method diloco] [--json FILE]
 
---seeds runs that nobody disturbs, each with another seed, then one with the first seed in which every --every
-seconds kill -9 ends a random replica, of all of them: later where one is still on its way back. It is started
-again at once, as its launcher would.
+First come --seeds undisturbed runs with different seeds. Then, in a run with the first seed, kill -9 ends a
+random replica every --every seconds, or later while one is still restarting. The killed replica is restarted
+at once, as its launcher would.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ from bench.common.measuring import at_least_one, parser_of, report_each
 from bench.common.tables import table
 
 LIMIT_S = 3600.0
-"""Of one run."""
+"""Time limit of one run."""
 PR_SET_PDEATHSIG = 1
 
 HOW = """\
-Blocks: a round's sequences of one replica, counted where its displacement was averaged, from the beginning of
-the first round to the end of the last. Goodput: blocks in a second and replica of the disturbed run over
-those of the undisturbed one, where a replica counts from when it has come to the service until it is lost; of
-all time: where the seconds in which it was not there count too. All replicas share this machine's cores: one
-that is away leaves its share to the others, and takes more while it starts. Loss: of validation, after the
-last step."""
+Blocks: one replica's sequences of a round, counted if its displacement was averaged, from the beginning of
+the first round to the end of the last. Goodput: blocks per second and replica of the disturbed run, divided
+by those of the undisturbed one; a replica counts from joining the service until it is lost. Of all time: its
+missing seconds count too. All replicas share this machine's cores: a missing one leaves its share to the
+others, and takes more while it starts. Loss: validation loss after the last step."""
 
 
 class Replicas:
@@ -105,14 +104,14 @@ class Replicas:
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def kill(self, number: int) -> None:
-        """And starts it again."""
+        """Kills a replica and starts it again."""
         os.killpg(self.running[number].pid, signal.SIGKILL)
         self.running[number].wait()
         self.running[number] = self._replica(number)
 
     def check(self) -> bool:
-        """Whether all have ended. Ends the program where one failed before the run was over: who is started
-        after that finds no service."""
+        """Whether all replicas have ended. Exits if one failed before the run was over; one that starts
+        after the end finds no service, which is no failure."""
         for number, process in enumerate(self.running):
             if process.poll() and not self.is_over():
                 log = (self._folder / f"log-{number}").read_text()
@@ -130,7 +129,7 @@ class Replicas:
         return rounds == self._args.steps // self._args.tau
 
     def loss(self) -> float:
-        """Of the last validation, of a replica that took the last step: all of them have the same model."""
+        """Returns the last validation loss of a replica that took the last step; all have the same model."""
         for number in range(self._args.replicas):
             path = self.run_dir(number) / "metrics.jsonl"
             for line in path.read_text().splitlines()[-1:] if path.exists() else []:
@@ -146,12 +145,12 @@ class Replicas:
 
 
 def _end_with_us() -> None:
-    """Nothing is left behind where this program is killed."""
+    """Makes child processes end when this program is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run(args: argparse.Namespace, seed: int, every_s: float | None) -> dict[str, Any]:
-    """One run, from its first round to its last; kills every so many seconds."""
+    """Runs one job from its first round to its last, with a kill every `every_s` seconds (None: no kills)."""
     folder = Path(tempfile.mkdtemp(prefix="goodput-"))
     replicas = Replicas(args, seed, folder)
     draw, kills, began = random.Random(seed), 0, time.monotonic()
@@ -177,7 +176,7 @@ def run(args: argparse.Namespace, seed: int, every_s: float | None) -> dict[str,
 
 
 def figures(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of a record: seconds, replica-seconds, rounds, and blocks that counted."""
+    """Returns the seconds, replica-seconds, rounds and counted blocks of a record."""
     begin = next(event["time"] for event in events if event["event"] == "start")
     rounds = [event for event in events if event["event"] == "round"]
     end = rounds[-1]["time"]
@@ -193,7 +192,7 @@ def figures(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def there(events: list[dict[str, Any]], begin: float, end: float) -> Iterator[float]:
-    """Seconds between two events, times the replicas that are there."""
+    """Yields the seconds between two events times the number of joined replicas."""
     count, before = 0, begin
     for event in events:
         now = min(max(event["time"], begin), end)
@@ -246,11 +245,11 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--json", metavar="FILE", help="write the figures to this file")
     add("--replicas", type=at_least_one, default=4, help="default %(default)s")
-    add("--steps", type=at_least_one, default=6000, help="of a replica; default %(default)s")
+    add("--steps", type=at_least_one, default=6000, help="steps of a replica; default %(default)s")
     add("--tau", type=at_least_one, default=20, help="default %(default)s")
     add("--every", type=float, default=60.0, help="seconds between two kills; default %(default)s")
     add("--seeds", type=at_least_one, default=3, help="undisturbed runs; default %(default)s")
-    add("--config", default="tiny", help="of the trainer; default %(default)s")
+    add("--config", default="tiny", help="preset of the trainer; default %(default)s")
     add(
         "--method", choices=("diloco", "local_sgd", "slowmo", "co2", "overlapped_local_sgd"), default="diloco"
     )

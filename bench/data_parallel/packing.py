@@ -1,10 +1,10 @@
-"""Packing gradients, and rows that travel as fp8, on one core: bytes a second, next to a copy of as many.
+"""Times packing of gradients and of fp8 rows on one core, in bytes a second, next to a copy of as many.
 
     python -m bench.data_parallel.packing [--json FILE] [--elements 30000000]
 
-Bytes counted: each array that is read or written, once a direction. Packing reads a gradient, reads and
-writes what was lost of it, and writes what travels; unpacking reads that and adds it to fp32 sums, which it
-reads and writes. A copy reads and writes. Rows of fp8 are of 2048 values.
+Each array that is read or written counts once a direction. Packing reads a gradient, reads and writes its
+residual, and writes the message. Unpacking reads the message and adds it to fp32 sums, which it reads and
+writes. A copy reads and writes. Rows of fp8 have 2048 values.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def taking_top_k(count: int, dtype: torch.dtype) -> Contender:
     packed = torch.empty(compression.top_k_bytes(int(count * DENSITY)), dtype=torch.uint8)
 
     def run() -> None:
-        residual.zero_()  # or the largest would be sent at once, and the rest would grow alike
+        residual.zero_()  # else the largest would be sent at once, and the rest would grow equal
         compression.top_k(gradient, int(count * DENSITY), packed, residual)
 
     return run, gradient.nbytes + 3 * residual.nbytes + packed.nbytes

@@ -1,11 +1,11 @@
-"""Validation losses of replicas that seldom meet, beside those of replicas that meet in every step.
+"""Compares validation losses of replicas that synchronize rarely with those that synchronize every step.
 
     python -m bench.data_parallel.quality [--json FILE] [--minutes 60] [--seeds 3] [--steps 1488]
         [--methods "CO2 12" ...] [--plot FILE]
 
-The trainer on a Llama of 2 layers of 64 in bf16 and the standard library's sources, two replicas of one rank
-each, as many tokens for every method. Runs are made seed by seed; each is added to FILE as it ends, and a
-program that is called again goes on behind the last. With --minutes 0 it shows, and plots, what is there.
+It runs the trainer on a Llama of 2 layers of 64 in bf16 and the standard library's sources, with two replicas
+of one rank each and equally many tokens for every method. Runs go seed by seed. Each is added to FILE when it
+ends, and the next call continues after the last. --minutes 0 only shows, and plots, the finished runs.
 """
 
 from __future__ import annotations
@@ -42,15 +42,14 @@ PRESET, RANKS = "tiny", 2
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 176}
 BATCH, VALIDATIONS, VAL_SEQUENCES = 16, 6, 512
 CLIP = 0.01
-"""Largest element of the outer momentum, where it is clipped: some three steps at the peak learning rate."""
+"""Largest element of a clipped outer momentum: about three steps at the peak learning rate."""
 
 HOW = """\
-The preset {preset} with {sizes}, in bf16: {steps} steps of {tokens:,}
-tokens over {ranks} replicas of one rank each, {total:,} tokens a run; the inner optimizer, its learning rates
-and its batches are the same for all. Loss: of validation, in nats a byte, on {held_out:,} held-out tokens,
-after the last step, of the one model that is left then; mean over seeds, and half the distance between the
-highest and the lowest. Over AdamW: by how much it is above that of AdamW with a sum of gradients in every
-step and the same seed, the mean over those seeds. Penalty: median over the steps."""
+The preset {preset} with {sizes}, in bf16: {steps} steps of {tokens:,} tokens over {ranks} replicas of one
+rank each, {total:,} tokens a run; the inner optimizer, its learning rates and its batches are the same for
+all. Loss: validation loss of the final model, in nats a byte, on {held_out:,} held-out tokens; mean over
+seeds, and half the distance between the highest and the lowest. Over AdamW: how much it exceeds AdamW with
+gradients summed in every step and the same seed, mean over seeds. Penalty: median over the steps."""
 
 ADAMW = "AdamW, every step"
 
@@ -77,13 +76,13 @@ SWEEP: dict[str, DataParallel] = {
     "Local SGD 12": DataParallel("local_sgd", tau=12),
     "Overlapped local SGD 12": DataParallel("overlapped_local_sgd", tau=12),
 }
-"""Taken with the first seed alone."""
+"""Methods that run only with the first seed."""
 
 Results = list[dict[str, Any]]
 
 
 def runs(names: Sequence[str], seeds: int, found: Results) -> Iterator[tuple[int, str]]:
-    """What is still to be run, seed by seed."""
+    """Yields the missing runs, seed by seed."""
     done = {(one["seed"], one["name"]) for one in found}
     for seed in range(seeds):
         for name in names:
@@ -117,7 +116,7 @@ def config_of(name: str, seed: int, steps: int) -> RunConfig:
 
 
 def run(name: str, seed: int, steps: int, runtime: Runtime) -> dict[str, Any]:
-    """One run, from random weights to the last step."""
+    """Trains once, from random weights to the last step, and returns the figures."""
     config, began = config_of(name, seed, steps), time.perf_counter()
     tokenizer = open_tokenizer("bytes")
     resolved = check(config, runtime.world.size())
@@ -147,20 +146,20 @@ def run(name: str, seed: int, steps: int, runtime: Runtime) -> dict[str, Any]:
 
 
 def read(path: Path, steps: int) -> Results:
-    """What earlier calls have found. Ends the program where that is of other runs."""
+    """Reads the runs of earlier calls. Exits if the file holds runs with other settings."""
     if not path.exists():
         return []
     document = json.loads(path.read_text())
     if document["settings"]["steps"] != steps:
         sys.exit(
-            f"{path} holds runs of {document['settings']['steps']} steps, and {steps} were asked for; name "
-            "another file, or as many steps."
+            f"{path} holds runs of {document['settings']['steps']} steps, and --steps is {steps}; name "
+            "another file, or the same number of steps."
         )
     return document["results"]
 
 
 def summary(found: Results) -> list[dict[str, Any]]:
-    """By method, in the order of METHODS and SWEEP."""
+    """Returns a line for each method, in the order of METHODS and SWEEP."""
     lines = []
     base = {one["seed"]: one["val_loss"] for one in found if one["name"] == ADAMW}
     for name in METHODS | SWEEP:
@@ -199,7 +198,7 @@ def show(found: Results) -> str:
 
 
 def plot(path: str, found: Results) -> None:
-    """A PNG: losses over AdamW's of each method and seed, and validation curves of the first seed."""
+    """Draws a PNG: losses over AdamW's by method and seed, and the first seed's validation curves."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), dpi=130, layout="constrained")
@@ -228,17 +227,17 @@ def plot(path: str, found: Results) -> None:
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--json", metavar="FILE", default="quality.json", help="of all runs; default %(default)s")
-    add("--minutes", type=float, default=60.0, help="no run begins that would end later; default %(default)s")
+    add("--json", metavar="FILE", default="quality.json", help="file of all runs; default %(default)s")
+    add("--minutes", type=float, default=60.0, help="starts no run that would end later; default %(default)s")
     add("--seeds", type=at_least_one, default=3, help="default %(default)s")
-    add("--steps", type=at_least_one, default=1488, help="of a run; default %(default)s, which is 31 * 48")
+    add("--steps", type=at_least_one, default=1488, help="steps of a run; default %(default)s = 31 * 48")
     add("--methods", nargs="+", choices=[*METHODS, *SWEEP], default=list(METHODS), metavar="METHOD")
     add("--plot", metavar="FILE", help="PNG to write")
     return parser.parse_args()
 
 
 def measure(args: argparse.Namespace, found: Results, runtime: Runtime) -> None:
-    """Adds runs to `found` and to the file until all are made or the time is over."""
+    """Adds runs to `found` and to the file until all are done or the time is over."""
     began, longest, where = time.monotonic(), 0.0, facts()
     tokens = BATCH * config_file.load(config_file.find(PRESET)).train.seq_len
     how = HOW.format(

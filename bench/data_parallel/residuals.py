@@ -1,4 +1,4 @@
-"""What error feedback keeps: the mean square of the residual over that of the gradients, after steps of
+"""Measures the residual of error feedback: its mean square divided by the gradients', after steps with
 gradients of one size, by bits, rounding, and how heavy the gradients' tails are.
 
     python -m bench.data_parallel.residuals [--json FILE] [--steps 400]
@@ -19,7 +19,7 @@ COUNT = 64 * compression.BLOCK
 
 
 def kept(bits: int, at_random: bool, heavy: bool, steps: int) -> float | None:
-    """None where it has grown beyond all numbers. heavy: normal numbers times the squares of others."""
+    """Returns the ratio, None if it overflowed. heavy: normal numbers times the squares of others."""
     torch.manual_seed(0)
     residual, packed = torch.zeros(COUNT), torch.empty(compression.quantized_bytes(COUNT, bits)).byte()
     for step in range(steps):

@@ -1,11 +1,11 @@
-"""Training steps of data parallelism: every stage, next to ranks that train alone, DDP, ZeRO and FSDP2 of
-PyTorch.
+"""Times data-parallel training steps at every ZeRO stage, next to ranks that train alone and to PyTorch's
+DDP, ZeRO and FSDP2.
 
     torchrun --nproc-per-node 2 -m bench.data_parallel.run [--json FILE] [--shapes dim256] [--dtypes bf16]
     python -m bench.netlab --hosts 2 --rate 1gbit -- python -m bench.data_parallel.run ...
 
-Every rank trains on its own sequences. The losses of the first two steps agree between all that exchange
-gradients.
+Every rank trains on its own sequences. The losses of the first two steps must agree between all lines that
+exchange gradients.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ STAGES = (0, 1, 2, 3)
 TOLERANCE = {"bf16": 2**-3, "fp32": 2e-3}  # nats; the PyTorch loss of bf16 near 9 has steps of 2**-4
 
 HOW = """\
-Seconds of a training step (forward, backward, clipping to norm {clip:g}, AdamW with fp32 states), of the
-slowest rank, medians over {rounds} rounds; within a round every line takes one turn of {steps} step(s), in
-shuffled order, started together. "Alone": every rank trains its own copy at the same time and nothing is
-exchanged; "in step": the same, and before the optimizer ranks wait for each other, as they must for the
-norm of the whole gradient, so that every step takes as long as its slowest rank. "Of alone" is the seconds
-of its own kind alone divided by a line's, the median over rounds, and +- half its interquartile range. R
-= step / max(alone, T_c), where T_c, between hosts, is the time of as many bytes as the step sends, both ways,
-with nothing else to do. Loaded, between hosts: alone while as many bytes pass unrelated, and nobody waits for
-them before the end. Waits: share of a step, by the ledger, in steps of their own."""
+Seconds of a training step (forward, backward, clipping to norm {clip:g}, AdamW with fp32 states) on the
+slowest rank, medians over {rounds} rounds. Within a round every line takes one turn of {steps} step(s), in
+shuffled order, started together on all ranks. "Alone": every rank trains its own copy at the same time and
+nothing is exchanged. "In step": the same, but ranks wait for each other before the optimizer, as the norm of
+the whole gradient requires, so every step takes as long as its slowest rank. "Of alone": the seconds alone
+(same framework) divided by the line's, median over rounds, +- half the interquartile range.
+R = step / max(alone, T_c). T_c, between hosts: the time to send as many bytes as the step, both ways, without
+computation. Loaded, between hosts: alone while as many bytes pass unrelated and are awaited only at the end.
+Waits: share of a step, by the ledger, in separate steps."""
 
 Step = Callable[[Tensor, Tensor], float]
 SETTINGS: dict[str, Any] = {
@@ -60,7 +60,7 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Line:
-    """One contender. Seconds of a step but the ratios; the rounds are those of a turn."""
+    """One contender's figures: seconds of a step, except for the ratios; `rounds` are seconds of turns."""
 
     name: str
     step_s: float
@@ -70,7 +70,7 @@ class Line:
 
 
 def ours_alone(shape: Shape, dtype: torch.dtype, group, clip: float, in_step_with=None) -> Step:
-    """in_step_with: a group whose ranks wait for each other in every step."""
+    """Returns a step without exchange. in_step_with: group whose ranks wait for each other in each step."""
     model = our_model(shape, dtype, group)
     optimizer = pyruntime.shard(model, None).adamw(max_norm=clip, **SETTINGS)
 
@@ -109,7 +109,7 @@ def ours(
 
 
 def plain(shape: Shape, dtype: torch.dtype, mesh, kind: str, clip: float) -> Step:
-    """PyTorch's model, alone or by one of its own ways of data parallelism."""
+    """Returns a step of PyTorch's model, alone or with one of PyTorch's forms of data parallelism."""
     model: nn.Module = PlainLlama(shape, dtype, 0)
     if kind == "DDP" or kind == "ZeroRedundancyOptimizer":
         model = nn.parallel.DistributedDataParallel(
@@ -199,7 +199,7 @@ def measure(shape_name: str, dtype: str, args: argparse.Namespace, mesh, tp) -> 
 
 
 def compare_losses(steps: dict[str, Step], ids: Tensor, labels: Tensor, tolerance: float) -> None:
-    """Two steps of everybody, which warm up too. Raises RuntimeError where a loss is not that of the
+    """Takes two steps of every line, which also warm up. Raises RuntimeError if a loss differs from the
     others."""
     for number in (1, 2):
         losses = {name: step(ids, labels) for name, step in steps.items() if "alone" not in name}
@@ -241,15 +241,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--bucket-bytes",
         type=int,
-        help="what is smaller travels together, up to so much; default: as shard() chooses",
+        help="smaller gradients travel together, up to this many bytes; default: as shard() chooses",
     )
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument(
         "--clip",
         type=float,
         default=CLIP,
-        help=f"largest gradient norm; default {CLIP:g}, which clips every step here, so that each waits for "
-        "its norm; 1e9 clips none",
+        help=f"largest gradient norm; default {CLIP:g}, which clips every step, so that each waits for its "
+        "norm; 1e9 clips none",
     )
     parser.add_argument("--steps", type=at_least_one, default=2, help="of a turn; default 2")
     return parser.parse_args()

@@ -1,5 +1,5 @@
-"""Training steps over networks that cannot carry a gradient in every step: CO2 beside zero 1, DDP and
-replicas that never meet.
+"""Times training steps over networks that are too slow for a gradient in every step: CO2 beside zero 1, DDP
+and replicas that exchange nothing.
 
     python -m bench.netlab --hosts 2 --ranks-per-host 1 --rate 100mbit -- python -m bench.data_parallel.thin
         [--tau 24] [--json FILE] [--shape dim1024] [--dtype bf16] [--others "zero 1" DDP]
@@ -30,13 +30,13 @@ ALONE, LOADED, CO2 = "each rank alone", "each rank alone, loaded", "CO2"
 OTHERS = ("zero 1", "DDP")
 
 HOW = """\
-Seconds of a training step (forward, backward, clipping, AdamW with fp32 states), of the slowest rank, medians
-over {rounds} rounds; within a round every line takes one turn, in shuffled order, started together. Turns of
-CO2 and of ranks alone are a whole round of tau steps, of the others one step. Loaded: alone while as many
-bytes as CO2 sends in a round pass unrelated. "Of alone" and "of loaded" are the seconds of those divided by a
-line's, of one round: throughput over that of as many hosts that exchange nothing. Waits and moves: of CO2's
-turns, the share in which the thread that computes waited for peers, and in which it copied and summed what
-travels; of the rank that had most."""
+Seconds of a training step (forward, backward, clipping, AdamW with fp32 states) on the slowest rank, medians
+over {rounds} rounds. Within a round every line takes one turn, in shuffled order, started together on all
+ranks. A turn of CO2 and of ranks alone is a whole round of tau steps, a turn of the others one step. Loaded:
+alone while as many bytes as CO2 sends in a round pass unrelated. "Of alone" and "of loaded": their seconds
+divided by the line's in the same round, which is throughput relative to hosts that exchange nothing. Waits
+and moves: the share of CO2's turns in which the computing thread waited for peers, and in which it copied and
+summed messages, on the rank with most."""
 
 
 def with_co2(shape, dtype: torch.dtype, tp, mesh, tau: int | str) -> tuple[Step, ShardedOuter]:
@@ -56,12 +56,12 @@ def with_co2(shape, dtype: torch.dtype, tp, mesh, tau: int | str) -> tuple[Step,
 
 
 class Exposed:
-    """Shares of a turn's seconds, by what the transport counts, round by round."""
+    """A turn that records, round by round, which share of its seconds the transport waited and moved data."""
 
     def __init__(self, turn: Callable[[], None]):
         self._turn = turn
         self.rounds: list[tuple[float, float]] = []
-        """Waits, moves."""
+        """(waits, moves) of each round."""
 
     def __call__(self) -> None:
         before, began = pyruntime.comm.traffic(), time.perf_counter()
@@ -72,7 +72,7 @@ class Exposed:
         self.rounds.append((waits / seconds, moves / seconds))
 
     def most(self, last: int) -> list[list[float]]:
-        """Of the last so many turns, of the rank that had most. All ranks call it together."""
+        """Returns the shares of the `last` turns, on the rank with most. All ranks call it together."""
         shares = torch.tensor(self.rounds[-last:], dtype=torch.float64)
         dist.all_reduce(shares, dist.ReduceOp.MAX)
         return shares.tolist()
@@ -106,7 +106,7 @@ def measure(args: argparse.Namespace, mesh, tp) -> dict[str, Any]:
     if "DDP" in args.others:
         turns["DDP"] = turn(plain(shape, dtype, mesh, "DDP", CLIP), 1)
     for each in turns.values():
-        each()  # warms up; of CO2 the first round, which nothing is waited for in
+        each()  # warms up; CO2's first round waits for nothing
     dist.barrier()
     before = bytes_out()
     exposed()

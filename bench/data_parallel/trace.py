@@ -1,4 +1,4 @@
-"""Where one weight's gradient goes: a training step of two ranks, from torch.profiler, as a picture.
+"""Draws how one weight's gradient travels in a training step of two ranks, from torch.profiler.
 
 torchrun --nproc-per-node 2 -m bench.data_parallel.trace --plot docs/pictures/data-parallel.png
 """
@@ -25,8 +25,8 @@ COLOURS = {
 
 
 def spans(args: argparse.Namespace, mesh) -> Spans:
-    """(name, start, seconds) of what this rank did with gradients, in two steps; seconds since the first
-    step began."""
+    """Returns (name, start, seconds) of this rank's work on gradients in two steps, in seconds after the
+    first step's start."""
     torch.manual_seed(dist.get_rank())
     shape = SHAPES[args.shape]
     step, _ = ours(shape, torch.bfloat16, mesh["tp"], mesh["dp"], 2)
@@ -66,7 +66,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--plot", required=True, metavar="FILE", help="PNG to write")
     parser.add_argument("--shape", choices=SHAPES, default="dim1024")
-    parser.add_argument("--weight", default="layers.2.gate_up.weight", help="whose gradient is shown")
+    parser.add_argument("--weight", default="layers.2.gate_up.weight", help="weight whose gradient is shown")
     args = parser.parse_args()
     with started({"dp": -1, "tp": 1}) as runtime:
         ranks = of_all_ranks(spans(args, runtime.mesh))

@@ -1,8 +1,9 @@
-"""Bytes that a rank takes from others in a step, by what travels: as it is, or rounded.
+"""Measures the bytes that a rank receives in a step with each wire format.
 
     python -m bench.data_parallel.wire [--json FILE] [--steps 12]
 
-The trainer on a preset's model and the standard library's sources, two ranks of one host, one run a line.
+It runs the trainer on a preset's model and the standard library's sources, two ranks of one host, one run a
+line.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from bench.common.tables import table
 from pyruntime.train.metrics import FILE_NAME, read
 
 HOW = """\
-dim256 in bf16, {steps} steps of two ranks of one host. Bytes: what the rank that read most took in a step, as
-the transport counts it, the median over the steps of the second half. Validation loss after the last step:
-one run each, so it differs by as much as a seed changes it."""
+dim256 in bf16, {steps} steps of two ranks of one host. Bytes: those that the rank which read most received in
+a step, as the transport counts them, median over the second half of the steps. Validation loss after the last
+step: one run each, so it differs by as much as a seed changes it."""
 LINES: dict[str, tuple[str, dict[str, Any]]] = {
     f"{name} {wire}": (counted, settings | {key: wire})
     for name, counted, key, settings in (
@@ -35,7 +36,7 @@ LINES: dict[str, tuple[str, dict[str, Any]]] = {
     )
     for wire in ("same", "fp8")
 }
-"""By name what is counted, and the settings."""
+"""By name: the counted metric, the option of the format, and other settings."""
 
 
 def measure(name: str, steps: int) -> dict[str, Any]:

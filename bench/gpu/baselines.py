@@ -1,6 +1,6 @@
-"""Raw cuBLAS and NCCL through cupy (the extra `tiles`), to see what torch adds to them; part of bench/gpu.
+"""Part "baselines" of bench/gpu: cuBLAS and NCCL called through cupy (extra `tiles`), to see what torch adds.
 
-Where cupy, or a second GPU, is missing, a note says so.
+Without cupy, or without a second GPU, it writes a note.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BF16_OF_NCCL = 9  # ncclDataType_t ncclBfloat16
 FP32_COMPUTE = 68  # cublasComputeType CUBLAS_COMPUTE_32F
 DEFAULT_GEMM = -1  # cublasGemmAlgo CUBLAS_GEMM_DEFAULT
 BYTES = (2**20, 2**24, 2**28)
-"""Of what a collective gathers or reduces, over all GPUs."""
+"""Bytes that a collective gathers or reduces, over all GPUs."""
 
 
 def baselines(emit: Emit, quick: bool) -> None:
@@ -48,7 +48,7 @@ def absent(emit: Emit, why: str) -> None:
 
 
 def timed_gemm(cupy: Any, shape: problem.Shape, rounds: int) -> dict[str, Any]:
-    """Seconds of torch.matmul and of cublasGemmEx, [m, k] x [n, k]^T in bf16 with sums in fp32."""
+    """Times torch.matmul and cublasGemmEx, [m, k] x [n, k]^T in bf16 with sums in fp32."""
     m, n, k = shape.m, shape.n, shape.k
     x, weight = (torch.randn(size, k, dtype=torch.bfloat16, device="cuda") for size in (m, n))
     theirs, raw = (torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -72,14 +72,14 @@ def timed_gemm(cupy: Any, shape: problem.Shape, rounds: int) -> dict[str, Any]:
 
 
 def gemm(cupy: Any, x: Tensor, weight: Tensor, out: Tensor) -> Callable[[], None]:
-    """out [m, n] = x [m, k] @ weight [n, k]^T by cublasGemmEx. cuBLAS counts columns first: to it this is
-    out^T = weight x^T."""
+    """Returns a call of cublasGemmEx for out [m, n] = x [m, k] @ weight [n, k]^T. cuBLAS is column-major and
+    computes out^T = weight x^T."""
     cublas, (m, k), n = cupy.cuda.cublas, x.shape, weight.shape[0]
     handle = cupy.cuda.device.get_cublas_handle()
     one, zero = numpy.array(1, numpy.float32), numpy.array(0, numpy.float32)
 
     def run() -> None:
-        # Before each call cupy gives the handle what it holds for the current stream.
+        # Before each call cupy sets the current stream on the handle.
         with cupy.cuda.ExternalStream(stream() or 0):
             cublas.gemmEx(
                 handle,
@@ -96,7 +96,7 @@ def gemm(cupy: Any, x: Tensor, weight: Tensor, out: Tensor) -> Callable[[], None
 
 
 def collectives(cupy: Any, devices: list[int], sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Seconds of NCCL's all-gather and reduce-scatter over all GPUs of this host, one process for all."""
+    """Times NCCL's all-gather and reduce-scatter over all GPUs of this host, from one process."""
     nccl, count = cupy.cuda.nccl, len(devices)
     communicators = nccl.NcclCommunicator.initAll(devices)
     streams = [torch.cuda.Stream(device) for device in devices]
@@ -139,7 +139,7 @@ def collectives(cupy: Any, devices: list[int], sizes: tuple[int, ...]) -> list[d
 
 
 def timed(run: Callable[[], None], streams: list[torch.cuda.Stream], rounds: int = 15) -> float:
-    """Median over rounds of the slowest GPU."""
+    """Returns the median over rounds of the slowest GPU's seconds."""
     rows = []
     for _ in range(rounds + 3):
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in streams]

@@ -1,6 +1,6 @@
-"""What AMD's compiler has made of each kernel, read from its assembly (-save-temps, -S).
+"""Reads the instructions and resources of each kernel from the assembly of AMD's compiler (-save-temps, -S).
 
-Instructions are those of the CDNA ISA documents (gfx90a, gfx942, gfx950), in the order of the listing.
+Instructions have the names of the CDNA ISA documents (gfx90a, gfx942, gfx950), in the listing's order.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from functools import cached_property
 from bench.gpu.machine_code import demangled
 
 FLAG = "; flag"
-"""What dialect_hip.h leaves in the listing before the store of a flag."""
+"""The comment that dialect_hip.h puts into the listing before the store of a flag."""
 MATRIX = "v_mfma_"
 WIDE_LOAD = "global_load_dwordx4"
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel: `name` as C++ has it without namespaces, its instructions and labels, its resources."""
+    """A kernel: its C++ `name` without namespaces, its instructions and labels, its resources."""
 
     name: str
     lines: tuple[str, ...]
-    vgprs: int  # a lane, accumulation registers among them
-    scratch_bytes: int  # a lane
-    shared_bytes: int  # static; what a launch asks for comes on top
-    threads: int  # a block, at most
+    vgprs: int  # per lane, with accumulation registers
+    scratch_bytes: int  # per lane
+    shared_bytes: int  # static; a launch may add more
+    threads: int  # of a block, at most
 
     @cached_property
     def instructions(self) -> tuple[str, ...]:
@@ -37,9 +37,9 @@ class Kernel:
         return sum(line.startswith(prefix) for line in self.instructions)
 
     def turn(self, loads: int) -> list[str] | None:
-        """One turn of the loop that multiplies: the shortest way from its first matrix instruction around to
-        it again on which a lane starts `loads` loads of 16 bytes and no narrower ones. None where there is
-        no such way."""
+        """Returns one turn of the loop that multiplies: the shortest path from its first matrix instruction
+        back to it on which a lane starts `loads` loads of 16 bytes and no narrower ones. None if there is no
+        such path."""
         blocks = _basic_blocks(self.lines)
         for begin, block in enumerate(blocks):
             if any(line.startswith(MATRIX) for line in block.lines):
@@ -50,7 +50,7 @@ class Kernel:
 
 
 def kernels_in(listing: str) -> list[Kernel]:
-    """All kernels of a listing of one GPU. Raises ValueError where there are none."""
+    """Returns all kernels of a listing for one GPU. Raises ValueError if there are none."""
     metadata = listing.partition("amdhsa.kernels:")[2].split("\n  - ")
     kernels = [dict(re.findall(r"^(?:    )?\.(\w+): +(\w+)$", text, re.M)) for text in metadata]
     described = {fields["name"]: fields for fields in kernels if "name" in fields}

@@ -1,13 +1,13 @@
-"""How fast each fused GEMM can be on a GPU of AMD, by its instructions.
+"""Estimates from its instructions how fast each fused GEMM can be on an AMD GPU.
 
     python -m bench.gpu.cdna_model [--gpu MI250X]
 
-One turn of the loop that multiplies (32 of k) is played for all waves of a compute unit, instruction by
-instruction: a wave issues in order, waits where `s_waitcnt` and `s_barrier` say, and shares the matrix unit
-with the other waves of its SIMD and shared memory with all. So what nothing hides, as the way into shared
-memory between two barriers, is in the figure. What L2 must bring meanwhile is set beside it. No GPU is
-needed. It is a limit: clocks that fall under load, conflicts of banks, and latencies above those assumed are
-left out, as are a tile's beginning and end.
+It simulates one turn of the loop that multiplies (32 of k) for all waves of a compute unit, instruction by
+instruction. A wave issues in order and waits at `s_waitcnt` and `s_barrier`. It shares the matrix unit with
+the other waves of its SIMD, and shared memory with all. So the figure includes work that nothing hides, such
+as stores into shared memory between two barriers. Beside it stands the time in which L2 must bring the
+operands. No GPU is needed. The figure is a limit: it leaves out clocks that fall under load, bank conflicts,
+latencies above the assumed ones, and the beginning and end of a tile.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TURNS, SETTLED = 10, 4
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device as a process sees it (of an MI250X, one of its two), by the vendor's data sheets."""
+    """A device as a process sees it (one of the two of an MI250X), by the vendor's data sheets."""
 
     name: str
     architecture: str
@@ -59,7 +59,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Tile:
-    """A fused GEMM as its name tells it."""
+    """A fused GEMM with the sizes in its name."""
 
     code: Kernel
     job: str
@@ -77,12 +77,13 @@ class Tile:
 
     @property
     def shared_bytes(self) -> int:
-        """What a launch asks for: the operands, and the result where they were (Tiles in tile_gemm.cuh)."""
+        """Returns the bytes that a launch requests: the operands, whose place the result takes over (Tiles in
+        tile_gemm.cuh)."""
         return max(self.stages * self.stage_bytes, self.rows * (self.columns * 2 + 16))
 
     @property
     def loads(self) -> int:
-        """Loads of 16 bytes that bring a turn's operands, a lane."""
+        """Returns a lane's loads of 16 bytes for a turn's operands."""
         return self.stage_bytes // (self.waves * LANES * 16)
 
     @property
@@ -90,7 +91,7 @@ class Tile:
         return self.waves * self.blocks // SIMDS
 
     def turn(self) -> list[str]:
-        """Raises ValueError where the loop is not what it is meant to be."""
+        """Returns one turn of the loop. Raises ValueError if none multiplies and loads 16 bytes at a time."""
         found = self.code.turn(self.loads)
         if found is None:
             raise ValueError(f"{self.code.name} has no loop that multiplies and loads 16 bytes at a time.")
@@ -98,7 +99,7 @@ class Tile:
 
 
 def tile_of(code: Kernel) -> Tile | None:
-    """None for other kernels."""
+    """Returns the fused GEMM of a kernel; None for other kernels."""
     match = PORTABLE.match(code.name)
     if match is None:
         return None
@@ -111,14 +112,14 @@ def tile_of(code: Kernel) -> Tile | None:
 class _Wave:
     simd: int
     block: int
-    at: int = 0  # in all its turns
+    at: int = 0  # counted over all its turns
     ready: float = 0
-    shared: deque[float] = field(default_factory=deque)  # when what is under way has ended, in order
+    shared: deque[float] = field(default_factory=deque)  # end times of running accesses, in order
     memory: deque[float] = field(default_factory=deque)
 
 
 def shared_bytes_of(line: str) -> int:
-    """Bytes of shared memory's time that an instruction of a wave takes: a lane's 4 bytes at least."""
+    """Returns the bytes of shared-memory bandwidth that a wave's instruction uses, at least 4 a lane."""
     match = re.match(r"ds_(?:read|write|load|store)(2?)\w*?_(?:b|u|i)(\d+)", line)
     if match is None:
         return 0
@@ -126,7 +127,7 @@ def shared_bytes_of(line: str) -> int:
 
 
 def clocks_of_turn(tile: Tile, gpu: Gpu, turn: list[str]) -> float:
-    """Clocks of one turn of all waves that are on a compute unit together, once they have settled."""
+    """Returns the clocks of one turn of all waves on a compute unit, in the steady state."""
     matrix = 2 * 16**3 / (gpu.flops_per_clock / SIMDS)  # an instruction of 16x16x16
     waves = [_Wave(i % SIMDS, i // tile.waves) for i in range(tile.waves * tile.blocks)]
     issue_free, matrix_free, shared_free = [0.0] * SIMDS, [0.0] * SIMDS, 0.0
@@ -147,7 +148,7 @@ def clocks_of_turn(tile: Tile, gpu: Gpu, turn: list[str]) -> float:
                         start = max(start, queue.popleft())
         wave.at += 1
         wave.ready = start + ISSUE_CLOCKS
-        if not line.startswith("s_"):  # what is scalar has an issue port of its own
+        if not line.startswith("s_"):  # scalar instructions have their own issue port
             issue_free[wave.simd] = start + 1
         if line.startswith(MATRIX):
             matrix_free[wave.simd] = start + matrix
@@ -174,10 +175,10 @@ def clocks_of_turn(tile: Tile, gpu: Gpu, turn: list[str]) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of the loop that multiplies, a turn of it, in clocks of a compute unit."""
+    """The estimate of one turn of the loop that multiplies, in clocks of a compute unit."""
 
     instructions: int  # of a wave
-    matrix: float  # that the matrix units need
+    matrix: float  # clocks that the matrix units need
     played: float
     l2: float
 

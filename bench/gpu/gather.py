@@ -1,4 +1,4 @@
-"""A gather as one process plays it: the rows of the other ranks come over a link, which may be throttled."""
+"""Plays a gather in one process: the other ranks' rows come over a link, which may be throttled."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from bench.gpu.ranks import PIECES, Stopwatch, Workspaces, gather_shape, stream
 
 
 class Gather:
-    """Rank 0 of a gather whose other ranks' rows come over a link: from `source` [m, k] into its slot.
+    """Rank 0 of a gather. The other ranks' rows come over a link, from `source` [m, k] into its slot.
 
-    `pause`: clock cycles that the link rests after each piece, which is how it is throttled.
+    `pause`: clock cycles that the link rests after each piece, to throttle it.
     """
 
     def __init__(self, library: Library, source: Tensor, x: Tensor, pause: int = 0) -> None:
@@ -31,13 +31,13 @@ class Gather:
         self.views = [byref(view) for view in self.spaces.views]
 
     def pieces(self) -> Iterator[tuple[int, int, int, int]]:
-        """(peer, piece, first row, rows), in the order in which rank 0 needs them."""
+        """Yields (peer, piece, first row, rows) in the order in which rank 0 needs them."""
         rows = self.chunk // PIECES
         for peer, piece in itertools.product(range(1, P), range(PIECES)):
             yield peer, piece, peer * self.chunk + piece * rows, rows
 
     def send(self, lanes: int) -> None:
-        """All puts of all peers, in turns on `lanes` streams; then rank 0's stream goes on beside them."""
+        """Starts all puts of all peers, in turns on `lanes` streams, beside rank 0's stream."""
         streams = self.streams[:lanes]
         for one in streams:
             one.wait_stream(torch.cuda.current_stream())
@@ -64,7 +64,7 @@ class Gather:
             self.library.call("end_puts", self.views[peer], streams[0].cuda_stream if streams else None)
 
     def finish(self) -> None:
-        """Rank 0 has read all; then its stream waits for what it has put."""
+        """Marks that rank 0 has read all; its stream then waits for its own puts."""
         self.library.call("finish", self.views[0], stream())
         if self.streams:
             torch.cuda.current_stream().wait_stream(self.streams[0])
@@ -78,7 +78,7 @@ class Gather:
         return flight
 
     def chunked(self, weight: Tensor, c: Tensor, by_piece: bool) -> Callable[[], None]:
-        """torch.matmul on each chunk, or on each piece of one, as soon as it is here."""
+        """Returns a flight with torch.matmul on each chunk, or each piece, as soon as it has arrived."""
 
         def flight() -> None:
             self.send(1)
@@ -97,12 +97,12 @@ class Gather:
         return flight
 
     def puts_alone(self) -> None:
-        """A flight that reads nothing: beside `copy_all` it shows what waits and signals cost the link."""
+        """Runs a flight that reads nothing: the difference to `copy_all` is the cost of waits and signals."""
         self.send(1)
         self.finish()
 
     def copy_all(self) -> None:
-        """The best copy of the same bytes: one. Throttled: the same pieces and rests."""
+        """Copies the same bytes in the fastest way, one copy; throttled: in the same pieces and rests."""
         if not self.pause:
             self.slot[self.chunk :].copy_(self.source[self.chunk :], non_blocking=True)
             return
@@ -113,7 +113,7 @@ class Gather:
 
 
 def calibrated_pause(gather: Gather, watch: Stopwatch, bytes_per_s: float) -> int:
-    """Cycles of rest after each piece with which the copies come to `bytes_per_s`."""
+    """Returns the cycles of rest after each piece that slow the copies to `bytes_per_s`."""
     count = sum(1 for _ in gather.pieces())
     sent = gather.x[gather.chunk :].numel() * gather.x.element_size()
     low, high = 1000, 100_000

@@ -1,4 +1,4 @@
-"""Parts "gemms" of bench/gpu: fused kernels with all signals already set."""
+"""Parts "gemms" of bench/gpu: times fused kernels with all signals already set."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def gemms(emit: Emit, which: str, quick: bool) -> None:
 def estimates(
     model: Model | None, which: str, shape: problem.Shape, tiles: str
 ) -> dict[str, tuple[float, str]]:
-    """{kernel: (seconds, what bounds it)} by model.py; nothing on a GPU that it has no figures of."""
+    """Returns {kernel: (seconds, the bound)} by model.py; empty on a GPU without data sheet there."""
     found = None if model is None else model.of(which, shape.op, tiles, shape)
     return {} if found is None else {which: (found.seconds, found.bound_by)}
 
 
 def gemm(library: Library, which: str, shape: problem.Shape, watch: Stopwatch, rounds: int) -> dict[str, Any]:
-    """Times of torch.matmul, of what a rank does without the fused kernel, and of that kernel as rank 0 of 8
-    runs it; and how wrong it is."""
+    """Times torch.matmul, a rank's unfused work, and the fused kernel as rank 0 of 8 runs it; also returns
+    the kernel's error."""
     m, n, k, gathers = shape.m, shape.n, shape.k, shape.op == "gather"
     chunk = m // P
     x, weight = bf16(m, k), bf16(n, k)
@@ -102,9 +102,9 @@ def gemm(library: Library, which: str, shape: problem.Shape, watch: Stopwatch, r
 
 
 def unfused(x: Tensor, weight: Tensor, parts: Tensor | None) -> dict[str, Callable[[], object]]:
-    """What a rank computes without a fused kernel, by the vendor's kernels: the GEMM, x [m, k] by
-    weight [n, k]; and, of a scatter, that and the sum of the parts [P, m / P, n] of all ranks. What moves
-    between them is in neither."""
+    """Returns a rank's unfused computation with the vendor's kernels: the GEMM, x [m, k] by weight [n, k],
+    and for a scatter also the GEMM with the sum of all ranks' parts [P, m / P, n]. Neither includes
+    transfers."""
     whole = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
 
     def multiply() -> None:

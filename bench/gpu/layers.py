@@ -1,5 +1,5 @@
-"""Layers for parts "support" and "training" of bench/gpu, in the sizes of Llama-3.2 1B: passes over
-memory, beside the same ops by ATen's operations, and attention by the kernels that torch has for it."""
+"""Layers for parts "support" and "training" of bench/gpu, in the sizes of Llama-3.2 1B: memory-bound layers
+next to ATen's operations, and attention by torch's kernels."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
 FFN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 8192, 32, 8, 64, 128256
 ATTENTION = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 SHAPES = {"1B": (4, 4096, 32, 8, 64), "8B": (2, 4096, 32, 8, 128)}
-"""Attention's B, S, H, Hkv, hd by the model whose it is."""
+"""Attention's B, S, H, Hkv, hd, by model."""
 
 Variant = tuple[Callable[[], Any], float]
-"""What runs, and the bytes that it has to move."""
+"""A function to time, and the bytes that it must move."""
 
 
 def layers(tokens: int, rows: int, vocab: int = VOCAB, device: str = "cuda") -> dict[str, Variant]:
-    """Every pass, bf16: of `tokens` tokens, and of `rows` rows of logits."""
+    """Returns every memory-bound layer in bf16, for `tokens` tokens and `rows` rows of logits."""
 
     def bf16(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16)
@@ -67,7 +67,7 @@ def layers(tokens: int, rows: int, vocab: int = VOCAB, device: str = "cuda") -> 
 
 
 def attention(emit: Emit, quick: bool) -> None:
-    """Forward and backward by flash and by cuDNN's attention, and which of them torch takes by itself."""
+    """Times forward and backward of flash and of cuDNN's attention, and notes which one torch chooses."""
     watch = Stopwatch(0.002)
     for model, (batch, seq, heads, kv_heads, head_dim) in SHAPES.items():
         seq = seq // 8 if quick else seq
@@ -87,7 +87,7 @@ def attention(emit: Emit, quick: bool) -> None:
                 continue
             variants[name] = lambda backend=backend, q=q, k=k, v=v: passes(q, k, v, backend)
         samples = watch.interleave(variants, 5 if quick else 15)
-        # Two GEMMs forward and five backward, of which the causal mask leaves half.
+        # Two GEMMs forward and five backward; the causal mask leaves half of them.
         flops = 7 * batch * heads * seq * seq * head_dim
         for name, sample in samples.items():
             emit(
@@ -107,7 +107,7 @@ def attention(emit: Emit, quick: bool) -> None:
 def passes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: SDPBackend
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of causal attention by that kernel alone. Raises RuntimeError where it cannot."""
+    """Returns the gradients of causal attention by only that kernel. Raises RuntimeError if it cannot run."""
     with sdpa_kernel(backend):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return torch.autograd.grad(out, (q, k, v), out.detach())

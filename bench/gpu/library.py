@@ -1,5 +1,5 @@
-"""The functions of csrc/cuda/launchers.h that the transport of devices calls, through ctypes: for benchmarks,
-which play every rank of a group in one process, and for tests of what launchers refuse."""
+"""Calls the functions of csrc/cuda/launchers.h through ctypes: for benchmarks that play every rank of a group
+in one process, and for tests of what launchers refuse."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ SIGNATURES: dict[str, list[Any]] = {
     "sm90_matmul_reduce_scatter": [_GROUP, _MATMUL, c_void_p],
     "reduce": [c_void_p, POINTER(c_void_p), c_int32, c_int64, c_int32, c_void_p, c_int64, c_void_p],
 }
-"""Those that return a code, or a plain int. The host dialect has none for Hopper."""
+"""Functions that return a code or an int. The host dialect has none of those for Hopper."""
 
 
 class Library:
-    """The loaded library; `hopper`: fused GEMMs are those for Hopper, else the portable ones. Raises OSError
-    where it cannot be loaded."""
+    """The loaded library. `hopper` chooses the fused GEMMs for Hopper, else the portable ones. Raises OSError
+    if it cannot be loaded."""
 
     def __init__(self, path: Path | None = None, *, hopper: bool = False) -> None:
         self.path, self.hopper = path or library_path(), hopper
@@ -84,16 +84,16 @@ class Library:
                 getattr(self.functions, f"pyruntime_{name}").argtypes = arguments
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Calls pyruntime_`name`. Raises ValueError with its sentence for arguments, RuntimeError for the
-        device and for a GEMM that Hopper's kernels are not made for."""
+        """Calls pyruntime_`name`. Raises ValueError with its sentence for wrong arguments, RuntimeError for
+        errors of the device and for a GEMM that Hopper's kernels do not support."""
         self._raise_for(getattr(self.functions, f"pyruntime_{name}")(*arguments))
 
     def fused(self, name: str, *arguments: Any) -> None:
-        """Calls the fused GEMM of this name of the kind that was chosen."""
+        """Calls the fused GEMM of this name, for Hopper or portable as chosen."""
         self.call(f"sm90_{name}" if self.hopper else name, *arguments)
 
     def choose_tiles(self, chunk_rows: int, m: int, n: int, k: int) -> int:
-        """As csrc/transport/device/fused_gemm.cpp does."""
+        """Chooses tiles as csrc/transport/device/fused_gemm.cpp does."""
         if self.hopper:
             return self.functions.pyruntime_sm90_choose_tiles(chunk_rows, m, n, k, 0)
         return self.functions.pyruntime_choose_tiles(chunk_rows, m, n)
@@ -104,8 +104,8 @@ class Library:
         return size
 
     def raise_failure(self, group: Group, stream: int | None) -> None:
-        """Waits for the stream; raises CommTimeout where a wait of this rank, or of one that told it to stop,
-        took longer than its deadline."""
+        """Waits for the stream. Raises CommTimeout if a wait of this rank, or of one that told it to stop,
+        exceeded its deadline."""
         failure = Failure()
         self.call("failure", ctypes.byref(group), ctypes.byref(failure), stream)
         if failure.state == NO_FAILURE:

@@ -1,4 +1,4 @@
-"""Part "load" of bench/gpu: the library is loaded, a GPU is there, and what both are."""
+"""Part "load" of bench/gpu: loads the library, finds the GPU, and describes both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyruntime.cuda import library_path, why_not
 
 
 def here() -> dict[str, Any]:
-    """Where this runs; what cannot be found out is left out."""
+    """Returns facts about this machine, without those that cannot be found."""
     found: dict[str, Any] = {}
     try:
         found = facts()
@@ -34,7 +34,7 @@ def here() -> dict[str, Any]:
 
 
 def driver() -> str:
-    """Version of NVIDIA's driver, as its own tool tells it."""
+    """Returns the version of NVIDIA's driver from nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
@@ -43,7 +43,7 @@ def driver() -> str:
 
 
 def load(emit: Emit) -> None:
-    """Raises RuntimeError where the kernels cannot be used."""
+    """Loads the library. Raises RuntimeError if the kernels cannot be used."""
     emit({"kind": "machine", **here()})
     if reason := why_not():
         raise RuntimeError(reason)

@@ -1,8 +1,8 @@
-"""What nvcc's assembler has made of each kernel, read from the library itself: no tool of CUDA's is needed.
+"""Reads the machine code of each CUDA kernel from the library itself, without CUDA's tools.
 
-A library or object of nvcc holds fat binaries, each with one ELF file (a cubin) for every GPU it was compiled
-for. A kernel is a section `.text.NAME` of 128-bit instructions, whose low 12 bits are the opcode (compute
-capability 7.0 and newer; the names are those that cuobjdump prints).
+A library or object of nvcc has fat binaries, each with one ELF file (a cubin) for every GPU that it was
+compiled for. A kernel is a section `.text.NAME` of 128-bit instructions; their low 12 bits are the opcode
+(compute capability 7.0 and newer; names as cuobjdump prints them).
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ OPCODES = {
 }
 LDG_CONSTANT = 0x980  # LDG with an address from a uniform register or a constant
 BYTES_OF_WIDTH = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 8, 6: 16}
-"""By bits 73 to 75 of a load or store of global memory."""
+"""Bytes of a global load or store, by its bits 73 to 75."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Instructions from the target of a backward branch to the branch."""
+    """The instructions from a backward branch's target to the branch."""
 
     begin: int
     end: int
     opcodes: Counter[str]
     instructions: int
-    loaded_bytes: int  # of global memory, by one thread in one turn
+    loaded_bytes: int  # from global memory, by one thread in one turn
     stored_bytes: int
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel for one GPU: `name` as C++ has it, `architecture` 80, 90, ..."""
+    """A kernel for one GPU: its C++ `name`, and `architecture` 80, 90, ..."""
 
     name: str
     architecture: int
@@ -64,13 +64,13 @@ class Kernel:
     loops: tuple[Loop, ...]
 
     def innermost(self, opcode: str) -> Loop | None:
-        """Of the loops with the most of this instruction for their length, the shortest; None without any."""
+        """Returns the loop with the highest share of this instruction, the shortest of several, or None."""
         found = [loop for loop in self.loops if loop.opcodes[opcode]]
         return min(found, key=lambda loop: loop.instructions, default=None)
 
 
 def kernels_in(path: Path) -> list[Kernel]:
-    """All kernels of a library or an object of nvcc. Raises ValueError where there are none."""
+    """Returns all kernels of a library or object of nvcc. Raises ValueError if there are none."""
     found = [
         kernel
         for architecture, cubin in cubins(path.read_bytes())
@@ -82,7 +82,7 @@ def kernels_in(path: Path) -> list[Kernel]:
 
 
 def cubins(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """(compute capability, ELF file) of every fat binary in `data`."""
+    """Yields (compute capability, ELF file) of every fat binary in `data`."""
     at = data.find(FAT_BINARY)
     while at >= 0:
         header, size = struct.unpack_from("<HQ", data, at + 6)
@@ -97,7 +97,7 @@ def cubins(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _sections(cubin: bytes) -> Iterator[tuple[str, bytes, int]]:
-    """(name, content, index of the section that it is about) of each section."""
+    """Yields (name, content, index of the section that it describes) of each section."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
     heads = [struct.unpack_from("<IIQQQQII", cubin, table + i * size) for i in range(count)]
@@ -117,7 +117,7 @@ def _kernels(architecture: int, cubin: bytes) -> Iterator[Kernel]:
 
 
 def demangled(symbol: str) -> str:
-    """The C++ name, with template arguments and without namespaces and parameters."""
+    """Returns the C++ name, with template arguments and without namespaces and parameters."""
     library = ctypes.CDLL("libstdc++.so.6")
     demangle = library.__cxa_demangle
     demangle.restype, demangle.argtypes = ctypes.c_void_p, [ctypes.c_char_p, *[ctypes.c_void_p] * 3]
@@ -147,21 +147,21 @@ def _registers(sections: list[tuple[str, bytes, int]]) -> dict[str, int]:
 
 
 def read_kernel(name: str, architecture: int, registers: int, code: bytes) -> Kernel:
-    """A kernel from its instructions."""
+    """Makes a kernel from its instructions."""
     words = [low | high << 64 for low, high in struct.iter_unpack("<QQ", code)]
     loops = []
     for end, word in enumerate(words):
         begin = branch_target(word, end, architecture)
-        # A branch to itself, which the assembler puts behind the end, is no loop.
+        # The assembler puts a branch to itself behind the end; that is no loop.
         if begin is not None and 0 <= begin < end:
             loops.append(_loop(words[begin : end + 1], begin, end))
     return Kernel(name, architecture, registers, _count(words), len(words), tuple(loops))
 
 
 def branch_target(word: int, index: int, architecture: int) -> int | None:
-    """Of the instruction at `index`, the index of that to which it branches; None where it is no branch.
+    """Returns the index of the instruction to which the one at `index` branches; None if it is no branch.
 
-    The distance is counted in quarters of an instruction. From 9.0 on its low 8 bits lie apart.
+    The distance is in quarters of an instruction. From 9.0 on its low 8 bits are stored apart.
     """
     if word & 0xFFF != OPCODES["BRA"]:
         return None

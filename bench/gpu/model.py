@@ -1,16 +1,16 @@
-"""How fast each kernel of the library can be, by what its machine code asks of one multiprocessor.
+"""Estimates from its machine code how fast each kernel of the library can be on one multiprocessor.
 
     python -m bench.gpu.model [--library FILE] [--gpu H100] [--results bench.json]
 
-For a fused GEMM: clocks that 64 elements of k of one tile take of the tensor cores, of the schedulers
-(instructions), of shared memory and of L2. The largest of the four is the main loop's time; what a tile costs
-besides is its epilogue, and for portable kernels the first load. Waves of tiles make it the kernel's time.
-For a kernel that moves memory: instructions for each byte against what the schedulers can start while HBM
-brings that byte.
+For a fused GEMM it counts the clocks that 64 elements of k of one tile need on the tensor cores, the
+schedulers (instructions), shared memory and L2. The largest of the four is the main loop's time. A tile also
+costs its epilogue, and in portable kernels the first load. The number of waves of tiles gives the kernel's
+time. For a kernel that moves memory it compares the instructions for each byte with those that the schedulers
+can start while HBM brings that byte.
 
-With --results, a report of bench/gpu, each figure stands beside the measured one. No GPU is needed. The
-model leaves out: clocks that fall under load, conflicts of banks, latency that is not hidden. It is a lower
-limit; a measured figure far above it is explained by none of the five.
+With --results, a report of bench/gpu, the measured figures stand beside the estimates. No GPU is needed. The
+model leaves out clocks that fall under load, bank conflicts and exposed latency. It is a lower limit; none of
+the five explains a measured time far above it.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ DEPTH = 64  # of k in a step: kDepth of both kinds of kernels
 SCHEDULERS = 4  # of a multiprocessor; each starts one warp's instruction a clock
 SHARED_BYTES_PER_CLOCK = 128
 L2_BYTES_PER_CLOCK = 5120  # of the whole GPU (NVIDIA A100 whitepaper; taken for Hopper too)
-MATRIX_BYTES = 512  # that ldmatrix.x4 brings one warp
+MATRIX_BYTES = 512  # that ldmatrix.x4 brings to one warp
 LAUNCH_S = 3e-6
-FIRST_LOAD_S = 1e-6  # from HBM into shared memory, nothing under way yet
-EPILOGUE_INSTRUCTIONS = 2.0  # a sum of a thread: rounding, a share of a store, addresses; estimated
+FIRST_LOAD_S = 1e-6  # from HBM into shared memory, with nothing else loading
+EPILOGUE_INSTRUCTIONS = 2.0  # per sum of a thread: rounding, a share of a store, addresses; estimated
 HBM_REACHED = 0.92  # of the peak, by a copy
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peaks by the vendor's data sheets; `mma_share` was measured by others."""
+    """A GPU's peaks, from the vendor's data sheets; others measured `mma_share`."""
 
     name: str
     architecture: int  # of the machine code that runs on it
     multiprocessors: int
     clock_hz: float
     flops_per_clock: float  # of one multiprocessor's tensor cores, bf16
-    mma_share: float  # of that by mma.sync; on Hopper 0.63 (Luo et al. 2024, arXiv 2402.13499, table 9)
+    mma_share: float  # share by mma.sync; on Hopper 0.63 (Luo et al. 2024, arXiv 2402.13499, table 9)
     hbm_bytes_per_s: float
 
     @property
@@ -72,13 +72,13 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu | None:
-    """The GPU whose name occurs in what a driver calls it ("NVIDIA H100 80GB HBM3"); None for others."""
+    """Returns the GPU whose name occurs in the driver's name ("NVIDIA H100 80GB HBM3"); None for others."""
     return next((gpu for short, gpu in GPUS.items() if short in name), None)
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """Of one step of one tile on one multiprocessor, for each thing that it needs."""
+    """The clocks of one step of one tile on one multiprocessor, by resource."""
 
     tensor: float
     issue: float
@@ -96,11 +96,11 @@ class Clocks:
 
 @dataclass(frozen=True)
 class FusedKernel:
-    """A fused GEMM as its symbol and its instructions tell it."""
+    """A fused GEMM, described by its symbol and its instructions."""
 
     code: Kernel
     family: str  # "hopper" or "portable"
-    job: str  # "GatherJob", "ScatterJob"; "" where one kernel is both
+    job: str  # "GatherJob", "ScatterJob"; "" if one kernel is both
     dtype: str
     layout: str
     rows: int  # of a block's tile
@@ -117,7 +117,7 @@ class FusedKernel:
 
     @cached_property
     def main_loop(self) -> Loop:
-        """One step of k. Raises ValueError where the assembler has left none."""
+        """Returns the loop over k. Raises ValueError if the machine code has none."""
         found = self.code.innermost("HGMMA" if self.family == "hopper" else "HMMA")
         if found is None:
             raise ValueError(f"{self.code.name} has no loop that multiplies.")
@@ -125,7 +125,7 @@ class FusedKernel:
 
     @property
     def steps_a_turn(self) -> int:
-        """Steps of k in one turn of the main loop."""
+        """Returns the steps of k in one turn of the main loop."""
         if self.family == "hopper":
             return max(1, self.main_loop.opcodes["HGMMA"] * 16 // DEPTH)
         gemms = self.rows * self.columns * DEPTH // (16 * 8 * 16 * self.warps)
@@ -154,7 +154,7 @@ class FusedKernel:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a GEMM on a GPU."""
+    """The estimate of a GEMM on a GPU."""
 
     seconds: float
     bound_by: str  # "tensor", "issue", "shared", "l2" or "hbm"
@@ -165,15 +165,15 @@ class Estimate:
 def estimate(
     kernel: FusedKernel, gpu: Gpu, shape: problem.Shape, chunks: int = problem.WORLD_SIZE
 ) -> Estimate:
-    """A GEMM with all signals set. No tile spans two of the `chunks` of rows."""
+    """Estimates a GEMM with all signals set. No tile spans two of the `chunks` of rows."""
     down = chunks * ceil(max(1, shape.m // chunks) / (kernel.rows * kernel.down))
     units = down * ceil(shape.n / (kernel.columns * kernel.across))
     at_once = max(1, gpu.multiprocessors // (kernel.down * kernel.across)) * kernel.blocks
     waves = ceil(units / at_once)
     clocks = kernel.clocks(gpu)
-    # Blocks of one multiprocessor share what it has, and hide each other's ends.
+    # Blocks on one multiprocessor share its resources, and hide each other's ends.
     ends = kernel.epilogue_clocks() * kernel.blocks / gpu.clock_hz
-    if kernel.family == "portable":  # a loader of its own goes ahead over the tiles; here nothing does
+    if kernel.family == "portable":  # it has no separate loader that runs ahead over the tiles
         ends += FIRST_LOAD_S / kernel.blocks
     steps = ceil(shape.k / DEPTH) * kernel.blocks * clocks.most / gpu.clock_hz
     seconds = LAUNCH_S + FIRST_LOAD_S + waves * (steps + ends)
@@ -190,9 +190,9 @@ PORTABLE = re.compile(r"tile_gemm<Tiles<([\d, ]+)>, (Bf16|Fp16), (\d), (\w+Job)<
 
 
 def fused_kernel(code: Kernel) -> FusedKernel | None:
-    """What the name of a fused GEMM says; None for other kernels.
+    """Returns the fused GEMM that a kernel's name describes; None for other kernels.
 
-    The numbers are those of Tiles in csrc/cuda/sm90/units.h and csrc/cuda/portable/tile_gemm.cuh.
+    The numbers are the parameters of Tiles in csrc/cuda/sm90/units.h and csrc/cuda/portable/tile_gemm.cuh.
     """
     if match := HOPPER.match(code.name):
         columns, down, across, stages = (int(number) for number in match[1].split(","))
@@ -218,7 +218,7 @@ class Model:
         self.fused = [found for kernel in self.kernels if (found := fused_kernel(kernel)) is not None]
 
     def of(self, family: str, op: str, tiles: str, shape: problem.Shape) -> Estimate | None:
-        """Of the bf16 NT kernel for an op ("gather", "scatter"); `tiles` is "small" or "large"."""
+        """Estimates the bf16 NT kernel of an op ("gather", "scatter"); `tiles` is "small" or "large"."""
         found = [
             kernel
             for kernel in self.fused
@@ -232,7 +232,7 @@ class Model:
 
 
 def gemms_table(fused: Iterable[FusedKernel], gpu: Gpu) -> str:
-    """A line for each fused kernel: what it is made of, and clocks of a step."""
+    """Returns a line for each fused kernel: its sizes, and the clocks of a step."""
     rows = []
     for kernel in sorted(fused, key=lambda kernel: (kernel.family, kernel.job, kernel.rows * kernel.columns)):
         clocks = kernel.clocks(gpu)
@@ -255,7 +255,7 @@ def gemms_table(fused: Iterable[FusedKernel], gpu: Gpu) -> str:
 
 
 def memory_table(kernels: Iterable[Kernel], gpu: Gpu) -> str:
-    """A line for each other kernel that moves memory in a loop, by its most moving loop."""
+    """Returns a line for each other kernel with a loop that moves memory, for the loop that moves most."""
     rows = []
     per_clock = gpu.hbm_bytes_per_s * HBM_REACHED / gpu.multiprocessors / gpu.clock_hz
     for kernel in kernels:
@@ -264,7 +264,7 @@ def memory_table(kernels: Iterable[Kernel], gpu: Gpu) -> str:
             continue
         loop = max(moving, key=lambda loop: (loop.loaded_bytes + loop.stored_bytes) / loop.instructions)
         moved = loop.loaded_bytes + loop.stored_bytes
-        # Of the time that HBM takes for these bytes, how much the schedulers need.
+        # The schedulers' time as a share of HBM's time for these bytes.
         share = loop.instructions / (SCHEDULERS * 32) / (moved / per_clock)
         rows.append(
             [
@@ -281,7 +281,7 @@ def memory_table(kernels: Iterable[Kernel], gpu: Gpu) -> str:
 
 
 def shapes_table(model: Model, measured: Iterable[dict[str, Any]]) -> str:
-    """The GEMMs of bench/gpu: estimated, and measured where there is a figure."""
+    """Returns a table of the GEMMs of bench/gpu: estimates, and measured times if there are any."""
     found = {(r["name"], r["op"], r["m"], r["n"], r["k"]): r for r in measured if r.get("kind") == "gemm"}
     rows = []
     for shape in problem.llama_shapes():

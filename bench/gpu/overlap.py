@@ -1,5 +1,4 @@
-"""Parts "gather" and "scatter" of bench/gpu: GEMMs of which an operand comes over a link, or the result
-leaves over one."""
+"""Parts "gather" and "scatter" of bench/gpu: GEMMs whose operand or result crosses a link."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ from bench.gpu.ranks import (
     scatter_shape,
 )
 
-LEAD_S = 0.006  # longer than the host takes to queue the hundred launches of an overlap
+LEAD_S = 0.006  # longer than the host needs to queue an overlap's hundred launches
 GATHER_SIZES = {"whole": (16384, 8192), "quick": (4096, 4096)}  # (m, k); n follows from T_c / T_g
 SCATTER_SIZES = {"whole": (8192, 8192), "quick": (4096, 4096)}  # (m, n); k follows
-PROBE = 8192  # the third size of the GEMM that tells the rate of GEMMs
+PROBE = 8192  # third size of the GEMM that measures the rate
 
 
 def gather_overlap(emit: Emit, link: str, which: str, quick: bool) -> None:
-    """`which`: "hopper" or "portable" for a fused kernel, or "chunked"."""
+    """Times a gather behind `link`. `which`: "hopper" or "portable" for a fused kernel, or "chunked"."""
     library = library_of("hopper" if which == "hopper" else "portable")
     m, k = GATHER_SIZES["quick" if quick else "whole"]
     x = bf16(m, k)
@@ -76,7 +75,7 @@ def gather_overlap(emit: Emit, link: str, which: str, quick: bool) -> None:
             tiles = library.choose_tiles(gather.chunk, m, n, k)
             run = fused(library, gather.spaces, "gather", x[: gather.chunk], weight, c, m, tiles)
             variants[f"fused {which}"] = gather.fused(run, 1)
-            if link == "host":  # a throttle on each of two streams would let twice as much through
+            if link == "host":  # two throttled streams would carry twice as much
                 variants[f"fused {which}, 2 streams"] = gather.fused(run, 2)
         gemm()
         errors = {}
@@ -95,8 +94,8 @@ def gather_overlap(emit: Emit, link: str, which: str, quick: bool) -> None:
 
 
 def scatter_overlap(emit: Emit, which: str, quick: bool) -> None:
-    """Parts leave for the pinned memory of the host: by the kernels' own stores (fused; `which` of them), or
-    by the copy engine, chunk by chunk. The others' parts are there already, as if they had come meanwhile."""
+    """Times a scatter to the host's pinned memory: by the kernels' own stores (fused; `which` of them), or by
+    the copy engine, chunk by chunk. The other ranks' parts are in place from the beginning."""
     m, n = SCATTER_SIZES["quick" if quick else "whole"]
     chunk = m // P
     library = library_of("hopper" if which == "hopper" else "portable")
@@ -169,7 +168,7 @@ def scatter_overlap(emit: Emit, which: str, quick: bool) -> None:
             torch.cuda.synchronize()
             run()
             spaces.check()
-            # What rank 0 sent to the last rank lies first in that one's slot.
+            # Rank 0's part is the first in the last rank's slot.
             arrived = spaces.data(P - 1, torch.bfloat16, chunk, n).cuda()
             errors[name] = max(error_of(out, wanted), error_of(arrived, theirs[(P - 1) * chunk :]))
         samples = watch.interleave(

@@ -1,6 +1,6 @@
-"""The parts of bench/gpu by name, each a function of `emit`, which takes one result (a dict) at a time.
+"""Runs the parts of bench/gpu by name; each calls `emit` with one result (a dict) at a time.
 
-Every part runs in a process of its own: after a fault on the device nothing else can be done in that process.
+Every part runs in its own process, because a fault on the device makes the process useless.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.gpu.training import training
 
 
 def run(name: str, emit: Emit, quick: bool) -> None:
-    """The part of this name: one of problem.PARTS, which says what each is."""
+    """Runs the part of this name, one of problem.PARTS."""
     kind, _, which = name.rpartition("-")
     if name == "load":
         load(emit)

@@ -1,4 +1,4 @@
-"""What bench/gpu measures, and what follows from it: shapes, figures, tables. It needs no GPU."""
+"""Shapes, figures and tables of bench/gpu. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ PARTS: dict[str, float] = {
     "gather-throttled-chunked": 25.0,
     "baselines": 30.0,
 }
-"""The most telling first, each with the most seconds it may take; those for Hopper run on a Hopper only."""
+"""Each part's time limit in seconds, most informative first; parts for Hopper run only on a Hopper."""
 UNMEASURED = ("load", "smoke-portable", "smoke-hopper")
-"""Parts that measure nothing: they run where they are asked for."""
+"""Parts that measure nothing, and run only on request."""
 AT_BANDWIDTH = tuple(f"pyruntime {name}" for name in ("adamw", "reduce", "swiglu", "rope", "cross-entropy"))
-"""Beginnings of the names of support kernels that should move memory as fast as a copy does."""
+"""Name prefixes of the support kernels that should move memory as fast as a copy."""
 AIMS = {"hopper": 0.95, "portable": 0.6, "overlap": 1.05, "bandwidth": 0.85, "training": 0.45}
 
 
@@ -60,7 +60,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Llama:
-    """Sizes of a model whose linears are cut over WORLD_SIZE ranks."""
+    """The sizes of a model whose linears are cut over WORLD_SIZE ranks."""
 
     name: str
     dim: int
@@ -74,7 +74,7 @@ MODELS = (Llama("8B", 4096, 32, 8, 14336), Llama("70B", 8192, 64, 8, 28672))
 
 
 def llama_shapes(rows: Iterable[int] = ROWS) -> list[Shape]:
-    """The four linears of Llama-3 8B and 70B at tp 8, for every number of rows."""
+    """Returns the four linears of Llama-3 8B and 70B at tp 8, for every number of rows."""
     shapes = []
     for model in MODELS:
         qkv = (model.heads + 2 * model.kv_heads) * model.head_dim // WORLD_SIZE
@@ -90,17 +90,17 @@ def llama_shapes(rows: Iterable[int] = ROWS) -> list[Shape]:
 
 
 def size_for(seconds: float, flops_per_s: float, flops_per_element: float, multiple: int = 256) -> int:
-    """How long the free dimension must be for a GEMM of about `seconds`; a multiple, at least one."""
+    """Returns the free dimension, a multiple of `multiple`, with which a GEMM takes about `seconds`."""
     return max(multiple, round(seconds * flops_per_s / flops_per_element / multiple) * multiple)
 
 
 def overlap_figures(t_g: float, t_c: float, t_o: float) -> dict[str, float]:
-    """R and E as the field has them; seconds."""
+    """Returns R and E from three times in seconds."""
     return {"R": t_o / max(t_g, t_c), "E": (t_g + t_c - t_o) / min(t_g, t_c)}
 
 
 def median_ratio(results: Iterable[Mapping[str, Any]], contender: str, op: str = "") -> float | None:
-    """Over shapes, of one op or of all: the vendor library's time over the contender's."""
+    """Returns the median over shapes, of one op or all, of the vendor library's time over the contender's."""
     ratios = [
         r["ratio"][contender] for r in results if contender in r.get("ratio", {}) and op in ("", r.get("op"))
     ]
@@ -108,7 +108,7 @@ def median_ratio(results: Iterable[Mapping[str, Any]], contender: str, op: str =
 
 
 def summary(results: list[dict[str, Any]]) -> str:
-    """All tables, and each aim beside what was found."""
+    """Returns all tables, and each aim beside the measured figure."""
     texts = [
         made
         for made in (
@@ -131,7 +131,7 @@ def gemms_table(results: list[dict[str, Any]]) -> str:
         return ""
     contenders = sorted({name for r in results for name in r["ratio"]})
     modelled = sorted({name for r in results for name in r.get("model", {})})
-    merged: dict[tuple[Any, ...], dict[str, Any]] = {}  # each kind of kernel was a run of its own
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}  # each kind of kernel ran separately
     for r in results:
         empty = {"ratio": {}, "model": {}}
         row = merged.setdefault(tuple(r[of] for of in ("name", "op", "m", "n", "k")), {**r, **empty})
@@ -180,7 +180,7 @@ def support_table(results: list[dict[str, Any]]) -> str:
 
 
 def baselines_table(results: list[dict[str, Any]]) -> str:
-    """What the libraries take that torch calls, beside torch."""
+    """Returns the times of the libraries that torch calls, beside torch's."""
     rows = [
         [
             r["name"],
@@ -230,7 +230,7 @@ def notes(results: list[dict[str, Any]]) -> str:
 
 
 def aims_table(results: list[dict[str, Any]]) -> str:
-    """One line for each aim that something was measured for."""
+    """Returns one line for each aim with a measured figure."""
     gemms = [r for r in results if r.get("kind") == "gemm"]
     rows = []
     for kernels in ("hopper", "portable"):

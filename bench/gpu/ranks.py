@@ -1,7 +1,7 @@
-"""One process that plays the ranks of a group on one GPU: workspaces, signals set by hand, device timing.
+"""Plays all ranks of a group on one GPU in one process: workspaces, signals set by hand, device timing.
 
-The layout of a workspace is that of csrc/cuda/portable/workspace.cuh; it is compared with what the library
-says before anything relies on it.
+The layout of a workspace is that of csrc/cuda/portable/workspace.cuh, and is checked against the library
+before use.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from bench.common.measuring import Sample
 from bench.gpu import library as abi
 from bench.gpu.library import Library
 
-SLOT = 0  # all flights use one slot, so that nothing of the other need be there
-ALWAYS = 1 << 62  # an epoch that never comes: a signal of this value is set for good
+SLOT = 0  # all flights use one slot, so the others need no memory
+ALWAYS = 1 << 62  # an epoch that is never reached, so a signal with it stays set
 DEADLINE_S = 5.0
 PIECES = 4  # of a rank's rows in a gather, each with a flag
 TILES = {abi.SMALL: "small", abi.LARGE: "large"}
@@ -28,11 +28,11 @@ SIGNAL_ROWS, SIGNAL_COLUMNS = 64, 128  # PYRUNTIME_SIGNAL_ROWS and PYRUNTIME_SIG
 
 
 def library_of(which: str) -> Library:
-    """The portable kernels, or those for Hopper. Raises RuntimeError where these do not run."""
+    """Returns the portable kernels, or those for Hopper. Raises RuntimeError if these cannot run."""
     if which == "portable":
         return Library()
     if torch.cuda.get_device_capability() != (9, 0):
-        raise RuntimeError(f"{torch.cuda.get_device_name()} is no Hopper, for which these kernels are.")
+        raise RuntimeError(f"{torch.cuda.get_device_name()} is not a Hopper, which these kernels need.")
     library = Library(hopper=True)
     library.call("sm90_is_on_device")
     return library
@@ -60,21 +60,21 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Of slot 0."""
+        """Returns the offset of slot 0's data."""
         return self.first_slot + self.data_at
 
 
 class Workspaces:
-    """The workspaces of all ranks of a group, of which this process plays each; `memory` of rank 0 is whole,
-    the others' reach as far as slot 0 does."""
+    """The workspaces of all ranks of a group, all played by this process. Rank 0's `memory` is complete; the
+    others' end after slot 0."""
 
     def __init__(self, library: Library, shape: abi.Workspace, device: str, peers: str | None = None) -> None:
-        """`peers`: where the others' workspaces lie, "pinned" for the host's memory; else on `device`."""
+        """`peers`: "pinned" puts the others' workspaces into the host's memory; else they are on `device`."""
         self.library, self.shape, self.layout = library, shape, Layout(shape)
         whole = library.workspace_bytes(shape)
         if whole != self.layout.first_slot + abi.SLOTS * self.layout.slot_stride:
             raise RuntimeError(
-                f"the library's workspace has {whole} bytes, which bench/gpu/ranks.py misreads."
+                f"the library's workspace has {whole} bytes, and bench/gpu/ranks.py counts others."
             )
         self.memory = [torch.zeros(whole, dtype=torch.uint8, device=device)]
         for _ in range(1, shape.world_size):
@@ -88,10 +88,10 @@ class Workspaces:
         data = c_void_p()
         library.call("slot_data", byref(self.views[0]), byref(data))
         if data.value != self.memory[0].data_ptr() + self.layout.data:
-            raise RuntimeError("the data of a slot lie elsewhere than bench/gpu/ranks.py believes.")
+            raise RuntimeError("the library's offset of a slot's data differs from bench/gpu/ranks.py.")
 
     def set_all_signals(self) -> None:
-        """Rank 0 never waits again."""
+        """Sets all of rank 0's signals for good, so that it never waits."""
         at = self.layout.first_slot
         for offset, count in (
             (self.layout.credits_at, self.layout.credits),
@@ -100,7 +100,7 @@ class Workspaces:
             self.memory[0][at + offset :][: 8 * count].view(torch.int64).fill_(ALWAYS)
 
     def data(self, rank: int, dtype: torch.dtype, *shape: int) -> Tensor:
-        """The first elements of the slot's data, as a tensor that shares its memory."""
+        """Returns the first elements of the slot's data as a tensor over the same memory."""
         count = 1
         for size in shape:
             count *= size
@@ -108,7 +108,7 @@ class Workspaces:
         return self.memory[rank][self.layout.data :][: count * itemsize].view(dtype).view(*shape)
 
     def check(self) -> None:
-        """Raises CommTimeout where a wait of rank 0 failed."""
+        """Raises CommTimeout if a wait of rank 0 failed."""
         self.library.raise_failure(self.views[0], stream())
 
 
@@ -121,17 +121,17 @@ def bf16(*shape: int) -> Tensor:
 
 
 def padded(width: int) -> int:
-    """Elements from row to row of what travels: whole vectors."""
+    """Returns the row stride of sent rows in elements, rounded up to whole vectors."""
     return (width + 7) // 8 * 8
 
 
 def gather_shape(world_size: int, m: int, k: int, pieces: int) -> abi.Workspace:
-    """Of bf16 rows."""
+    """Returns the workspace of a gather of bf16 rows."""
     return abi.Workspace(world_size, pieces, 2 * m * padded(k))
 
 
 def scatter_shape(world_size: int, m: int, n: int) -> abi.Workspace:
-    """Of bf16 parts, with a flag for each signal of a part."""
+    """Returns the workspace of a scatter of bf16 parts, with a flag for each signal of a part."""
     rows = -(-m // world_size)
     signals = -(-rows // SIGNAL_ROWS) * -(-n // SIGNAL_COLUMNS)
     return abi.Workspace(world_size, signals, 2 * world_size * rows * padded(n))
@@ -140,8 +140,8 @@ def scatter_shape(world_size: int, m: int, n: int) -> abi.Workspace:
 def fused(
     library: Library, spaces: Workspaces, op: str, a: Tensor, weight: Tensor, c: Tensor, m: int, tiles: int
 ) -> Callable[[], None]:
-    """Rank 0's fused GEMM, as csrc/transport/device/fused_gemm.cpp launches it, as something to call. `a`:
-    its shard (gather) or all of X (scatter); weight [n, k]; bf16."""
+    """Returns a call of rank 0's fused GEMM, launched as csrc/transport/device/fused_gemm.cpp does. `a`: its
+    shard (gather) or all of X (scatter); weight [n, k]; bf16."""
     request = abi.Matmul(abi.BF16, abi.NT, tiles, m, *weight.shape, spare_blocks=SPARE_BLOCKS)
     request.a, request.b, request.c = (tensor.data_ptr() for tensor in (a, weight, c))
     request.lda, request.ldb, request.ldc = (tensor.stride(0) for tensor in (a, weight, c))
@@ -150,13 +150,13 @@ def fused(
 
 
 def reduce(library: Library, out: Tensor, parts: Sequence[Tensor]) -> None:
-    """out = the sum of bf16 parts in their order, as the owner of rows takes it."""
+    """Writes the sum of bf16 parts, in their order, to `out`, as the owner of rows does."""
     addresses = (c_void_p * len(parts))(*(part.data_ptr() for part in parts))
     library.call("reduce", out.data_ptr(), addresses, len(parts), out.numel(), abi.BF16, None, 1, stream())
 
 
 def error_of(seen: Tensor, wanted: Tensor) -> float:
-    """|seen - wanted| / |wanted|; infinite where something was not written (NaN)."""
+    """Returns |seen - wanted| / |wanted|; infinite if something was not written (NaN)."""
     difference = torch.linalg.vector_norm(seen.float() - wanted.float()) / torch.linalg.vector_norm(
         wanted.float()
     )
@@ -165,10 +165,10 @@ def error_of(seen: Tensor, wanted: Tensor) -> float:
 
 
 class Stopwatch:
-    """Times by CUDA events what variants take turns to do on the current stream.
+    """Times variants by CUDA events while they take turns on the current stream.
 
     Before each timing the L2 is overwritten, and the device is kept busy for `lead_s` while the host queues
-    what is timed, so launches cost nothing that the device does not see.
+    the timed work, so that slow launches by the host do not count.
     """
 
     def __init__(self, lead_s: float) -> None:
@@ -189,7 +189,7 @@ class Stopwatch:
         return begin, end
 
     def interleave(self, variants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Sample]:
-        """Seconds of every variant. Warms up with one round that is not counted."""
+        """Returns the seconds of every variant. The first round warms up and is not counted."""
         found: dict[str, list[float]] = {name: [] for name in variants}
         names = sorted(variants)
         gc.collect()

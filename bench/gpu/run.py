@@ -1,27 +1,27 @@
-"""The kernels of csrc/cuda on one GPU: fused GEMMs, overlap against a link, support kernels.
+"""Times the kernels of csrc/cuda on one GPU: fused GEMMs, overlap with a link, support kernels.
 
     python bench/gpu [--parts gemms,gather-host,...] [--json FILE] [--budget SECONDS] [--quick]
 
-gemms             fused kernels as rank 0 of 8 runs them, all signals already set, beside torch.matmul of the
-                  same local shape: Llama-3 8B and 70B at tp 8, M = 512 to 16384, bf16
-gather-host       all_gather_matmul whose other ranks' rows stand in pinned memory of the host and are
-                  brought by the copy engine, for T_c / T_g of 0.3 to 3
+gemms             fused kernels as rank 0 of 8 runs them, all signals set, beside torch.matmul of the same
+                  local shape: Llama-3 8B and 70B at tp 8, M = 512 to 16384, bf16
+gather-host       all_gather_matmul; the copy engine brings the others' rows from pinned host memory,
+                  for T_c / T_g of 0.3 to 3
 gather-throttled  the same on the device, throttled to about 380 GB/s
-scatter-host      matmul_reduce_scatter whose parts leave for pinned memory of the host
-baselines         cuBLAS and, with several GPUs, NCCL without torch, by cupy (extra `tiles`)
+scatter-host      matmul_reduce_scatter whose parts go to the host's pinned memory
+baselines         cuBLAS and, with several GPUs, NCCL without torch, through cupy (extra `tiles`)
 support           AdamW, layers and reduce beside a copy's bandwidth and torch's own
 training          whole training steps of Llama-3.2 1B, bf16, eager and as a CUDA graph, beside plain torch;
                   attention by flash and by cuDNN
-load              the kernels' library and the device are found; this and smoke only when they are asked for
+load              finds the kernels' library and the device; load and smoke run only on request
 smoke             a small run of each fused kernel, for compute-sanitizer
 
-Each but load, support, baselines and training is followed by -portable or -hopper (the fused kernel), overlap
-also by -chunked (torch.matmul on each chunk). A name without an ending stands for all of them.
+The names of gemms, gather, scatter and smoke end in -portable or -hopper (the fused kernel), those of overlap
+also in -chunked (torch.matmul on each chunk). A name without an ending stands for all of them.
 
-Each part is a process of its own with a time limit; one that fails is reported and the others still run. One
-process plays all ranks of a group, with a workspace for each. Random data; CUDA events; variants in shuffled
-turns, the median of the rounds; the L2 is overwritten before each timing, and the device is kept waiting
-while the host queues what is timed, so figures contain no launch that the host was late with.
+Each part is a process with a time limit; if one fails it is reported and the others still run. One process
+plays all ranks of a group, with a workspace for each. Data is random. Times are CUDA events: variants take
+turns in shuffled order, and the median of the rounds counts. The L2 is overwritten before each timing, and
+the device is kept waiting while the host queues the timed work, so that late launches do not count.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LEFT_OUT = (
 
 
 def child(part: str, lines: Path, quick: bool) -> int:
-    """Runs one part; its results go to a file line by line, so what it found outlives it."""
+    """Runs one part; each result is written to a file at once, so it survives a crash."""
     import torch
 
     with lines.open("a", encoding="utf-8") as file:
@@ -74,7 +74,7 @@ def child(part: str, lines: Path, quick: bool) -> int:
 
 
 def run_part(part: str, limit_s: float, quick: bool, arguments: list[str]) -> list[dict[str, Any]]:
-    """What a part found, and as its last result how it ended."""
+    """Runs a part in a process; returns its results, and as the last one how it ended."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder, "lines")
@@ -94,7 +94,7 @@ def run_part(part: str, limit_s: float, quick: bool, arguments: list[str]) -> li
 
 
 def chosen(names: str) -> list[str]:
-    """The parts that are asked for; a name stands for all that begin with it. Raises ValueError."""
+    """Returns the requested parts; a name stands for all that begin with it. Raises ValueError."""
     if not names:
         return [part for part in problem.PARTS if part not in problem.UNMEASURED]
     wanted: list[str] = []
@@ -108,14 +108,12 @@ def chosen(names: str) -> list[str]:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--parts", default="", help="which parts, with commas between; default all that is measured"
-    )
+    parser.add_argument("--parts", default="", help="parts, separated by commas; default all that measure")
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
-    parser.add_argument("--budget", type=float, help="seconds for all parts; default: what they may take")
-    parser.add_argument("--quick", action="store_true", help="few and small sizes: a try, no measurement")
+    parser.add_argument("--budget", type=float, help="seconds for all parts; default: their limits")
+    parser.add_argument("--quick", action="store_true", help="few and small sizes: a trial, no measurement")
     parser.add_argument("--child", help="run this part in this process; for bench/gpu itself")
-    parser.add_argument("--lines", type=Path, help="where --child writes its results")
+    parser.add_argument("--lines", type=Path, help="file to which --child writes its results")
     args = parser.parse_args()
     try:
         wanted = chosen(args.parts)
@@ -139,7 +137,7 @@ def main() -> int:
             results.append({"part": part, "kind": "part", "passed": False, "text": f"{part}: no time left"})
             continue
         results += run_part(part, limit_s, args.quick, ["--quick"] if args.quick else [])
-        if args.json:  # after each part: what is there survives whatever comes next
+        if args.json:  # after each part, so that a later crash loses nothing
             write_json(args.json, where, {"how": how, "parts": wanted, "quick": args.quick}, results)
     print(f"\n{problem.summary(results)}", flush=True)
     return 0 if all(r["passed"] for r in results if r["kind"] == "part") else 1

@@ -1,4 +1,4 @@
-"""Parts "smoke" of bench/gpu, which compute-sanitizer watches: a small run of each fused kernel."""
+"""Parts "smoke" of bench/gpu: a small run of each fused kernel, for compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from bench.gpu.ranks import (
 
 
 def smoke(emit: Emit, which: str) -> None:
-    """One small run of each fused kernel with all signals set, by as few kernels of others as can be: data
-    and references are made on the CPU."""
+    """Runs each fused kernel once, small and with all signals set. Data and references are made on the CPU,
+    so that few other kernels run."""
     library = library_of(which)
     wrong: list[str] = []
     for op, tiles in itertools.product(("gather", "scatter"), (abi.SMALL, abi.LARGE)):
@@ -36,7 +36,7 @@ def smoke(emit: Emit, which: str) -> None:
 
 
 def smoke_of(library: Library, op: str, tiles: int, device: str, sizes=(264, 136, 72)) -> float:
-    """Relative error of rank 0's part of one flight."""
+    """Returns the relative error of rank 0's part of one flight."""
     m, n, k = sizes
     chunk = m // P
     x, weight = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()

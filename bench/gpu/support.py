@@ -1,5 +1,4 @@
-"""Part "support" of bench/gpu: kernels that move memory, beside what a copy reaches. Layers are in
-gpu_layers.py."""
+"""Part "support" of bench/gpu: kernels that move memory, beside a copy. Layers are in layers.py."""
 
 from __future__ import annotations
 
@@ -52,8 +51,8 @@ def support(emit: Emit, quick: bool) -> None:
 
 
 def optimizers(count: int) -> dict[str, tuple[Callable[[], object], float]]:
-    """AdamW on `count` parameters in eight tensors: ours; torch's fused one on fp32, alone and with what it
-    takes to train bf16 weights by it (gradients to fp32, weights to bf16)."""
+    """Returns steps of AdamW on `count` parameters in eight tensors: ours, and torch's fused one on fp32,
+    alone and with the casts for bf16 weights (gradients to fp32, weights to bf16)."""
     pieces = 8
     masters = [torch.randn(count // pieces, device="cuda") for _ in range(pieces)]
     weights = [master.bfloat16() for master in masters]

@@ -1,10 +1,10 @@
-"""Part "training" of bench/gpu: whole training steps of Llama-3.2 1B on one GPU, without any other rank.
+"""Part "training" of bench/gpu: whole training steps of Llama-3.2 1B on one GPU, without other ranks.
 
-A step is what the trainer takes: forward, backward, norm and clipping, AdamW with fp32 masters and moments,
-bf16 weights; the host reads nothing. SwiGLU, rotary embedding, the loss's passes over the logits and AdamW
-are the kernels of csrc/cuda; where these are not built, a note says so. "eager" launches it anew each time,
-"graph" replays one captured CUDA graph. "torch" is plain_llama.py with the head tied to the embedding: bf16
-moments and no masters, so less memory is moved for it.
+A step is the trainer's: forward, backward, norm and clipping, AdamW with fp32 masters and moments, bf16
+weights; the host reads nothing. SwiGLU, rotary embedding, the loss's passes over the logits and AdamW use the
+kernels of csrc/cuda; if these are not built, a note says so. "eager" launches every kernel in each step,
+"graph" replays one captured CUDA graph. "torch" is plain_llama.py with the head tied to the embedding; it has
+bf16 moments and no masters, so it moves less memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pyruntime.train.device import peak_flops_of
 CLIP = 1.0
 SETTINGS = Optimizer(lr=1e-4)
 WARM = 3
-"""Steps before anything is timed; also those whose losses are compared."""
+"""Steps before the timing; their losses are compared."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Size:
     sequences: int
     seq_len: int
     steps: int
-    """Timed at once."""
+    """Steps that are timed together."""
     rounds: int
 
     @property
@@ -53,7 +53,7 @@ class Size:
 
 
 def size_of(quick: bool) -> Size:
-    """The sizes that are measured, or those that show in a moment whether it runs."""
+    """Returns the sizes to measure, or small ones that show quickly whether it runs."""
     if not quick:
         return Size(preset("llama3-1b"), sequences=4, seq_len=4096, steps=5, rounds=3)
     return Size(preset("3m", vocab_size=512, tie_word_embeddings=True), 2, 64, steps=2, rounds=2)
@@ -84,7 +84,7 @@ class Step:
         self.optimizer.step(self._norm())
 
     def by_settings(self) -> None:
-        """The same step in the form that can be captured; gradients of before must be gone."""
+        """Takes the step in the form that can be captured; earlier gradients must be None."""
         scale = clip_on_device(self._norm(), CLIP)
         states, gradients = zip(*self.optimizer.arrived_rows(), strict=True)
         device_adamw_(
@@ -102,9 +102,9 @@ class Step:
         )
 
     def capture(self) -> None:
-        """What replay() runs. Takes no step."""
+        """Captures the graph for replay(). Takes no step."""
         for parameter in self.model.parameters():
-            parameter.grad = None  # the graph's own memory holds them from now on
+            parameter.grad = None  # from now on they are in the graph's own memory
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self.by_settings()
@@ -115,12 +115,12 @@ class Step:
         self._graph.replay()
 
     def announce(self) -> None:
-        """The next step is told its number."""
+        """Sets the number of the next step."""
         self.steps += 1
         self._settings.write(SETTINGS.lr, self.steps)
 
     def _norm(self) -> Tensor:
-        """Forward and backward; the gradient's norm, on the device."""
+        """Runs forward and backward; returns the gradient's norm, on the device."""
         loss = self.model(self.ids, self.labels)
         loss.backward()
         self.loss.copy_(loss.detach())
@@ -129,12 +129,12 @@ class Step:
 
 @torch.no_grad()
 def draw_weights(model: Llama, device: str) -> None:
-    """The same in every call, drawn on the device: `Llama` itself draws on the CPU, of which a billion take
-    longer than what is measured."""
+    """Draws the same weights in every call, on the device: `Llama` draws on the CPU, where a billion numbers
+    take longer than the measurement."""
     draw = torch.Generator(device).manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() < 2:
-            parameter.fill_(1.0)  # of norms
+            parameter.fill_(1.0)  # norms
         else:
             parameter.normal_(0.0, model.config.initializer_range, generator=draw)
 
@@ -147,7 +147,7 @@ def tokens_of(size: Size, device: str) -> tuple[Tensor, Tensor]:
 
 
 def eager(size: Size, device: str) -> tuple[Callable[[], None], list[float]]:
-    """The step, and the losses of the steps that warmed it up."""
+    """Returns the step, and the losses of its warm-up steps."""
     step = Step(size, device)
     return step.eager, losses_of(step, step.eager)
 
@@ -161,7 +161,7 @@ def graph(size: Size, device: str) -> tuple[Callable[[], None], list[float]]:
 
 
 def plain(size: Size, device: str) -> tuple[Callable[[], None], list[float]]:
-    with torch.device(device):  # where its weights are drawn
+    with torch.device(device):  # its weights are drawn there
         model = plain_model(size)
     config = size.model
     assert config.tie_word_embeddings
@@ -202,7 +202,7 @@ VARIANTS = {"pyruntime, eager": eager, "pyruntime, CUDA graph": graph, "torch, e
 
 
 def training(emit: Emit, quick: bool) -> None:
-    """Every variant alone on the device, one after the other; then attention alone."""
+    """Times every variant alone on the device, one after the other, then attention."""
     if reason := _C.why_no_device_library("cuda"):
         emit({"kind": "note", "text": f"training steps by ATen's operations: {reason}"})
     expected: list[float] = []
@@ -211,7 +211,7 @@ def training(emit: Emit, quick: bool) -> None:
             found = measured(name, size_of(quick), expected)
             expected = expected or found["losses"]
             emit(found)
-        except RuntimeError as error:  # out of memory among them
+        except RuntimeError as error:  # including out of memory
             emit({"kind": "error", "text": f"training, {name}: {type(error).__name__}: {str(error)[:500]}"})
         gc.collect()
         torch.cuda.empty_cache()
@@ -227,7 +227,7 @@ def measured(name: str, size: Size, expected: list[float]) -> dict[str, Any]:
 
 
 def timed(run: Callable[[], None], size: Size) -> list[float]:
-    """Wall-clock seconds of a step, of every round."""
+    """Returns the wall-clock seconds of a step in every round."""
     seconds = []
     for _ in range(size.rounds):
         torch.cuda.synchronize()
@@ -248,8 +248,8 @@ def result(
     peak: float | None,
     memory_bytes: int,
 ) -> dict[str, Any]:
-    """One line of the report. Losses of the first steps must be those of the first variant, torch's but for
-    its own initial weights."""
+    """Returns one line of the report. The losses of the first steps must equal the first variant's, except
+    for torch's, which has its own initial weights."""
     median = statistics.median(seconds)
     per_second = size.tokens / median
     flops = size.model.flops_per_token(size.seq_len)

@@ -1,4 +1,4 @@
-"""What bench/linear times: pyruntime, PyTorch's DTensor, bare GEMMs, bare collectives."""
+"""The contenders of bench/linear: pyruntime, PyTorch's DTensor, bare GEMMs, bare collectives."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Contender:
         return y
 
     def outcome(self) -> Outcome:
-        """Of one forward and backward; DTensors as their local shards."""
+        """Returns the results of one forward and backward; DTensors as their local shards."""
         y = self.forward_backward().detach()
         return Outcome(y, self.x.grad, {key: _local(g) for key, g in self.weight_gradients().items()})
 
@@ -85,7 +85,7 @@ class Ours(Contender):
         return gradients
 
     def tiers(self, *, backward: bool) -> str:
-        """The tiers that ran, each once, in the order of their use."""
+        """Returns the tiers that ran, each once, in the order of their use."""
         lines = pyruntime.explain(self.module).rows
         return "+".join(dict.fromkeys(line.tier for line in lines if backward or line.when == "forward"))
 
@@ -122,7 +122,7 @@ class PlainMLP(nn.Module):
 
 
 def dtensor(case: Case, operands: Operands, mesh: DeviceMesh) -> Contender:
-    """PyTorch's tensor parallelism with sequence-sharded ends; gate and up share one gather."""
+    """Returns PyTorch's tensor parallelism with sequence-sharded ends; gate and up share one gather."""
     linears = {name: _linear(weight) for name, weight in operands.weights.items()}
     if case.kind == "mlp":
         module: nn.Module = PlainMLP(linears)
@@ -143,7 +143,7 @@ def dtensor(case: Case, operands: Operands, mesh: DeviceMesh) -> Contender:
 
 @dataclass(frozen=True)
 class Gemms:
-    """The GEMMs a @ b that a rank computes for a case, none of them split, into kept memory."""
+    """The GEMMs a @ b of a rank in a case, not split, into preallocated memory."""
 
     pairs: list[tuple[Tensor, Tensor]]
     results: list[Tensor]
@@ -185,10 +185,10 @@ def bare_gemms(case: Case, operands: Operands, mesh: DeviceMesh, *, backward: bo
 
 
 def collectives(case: Case, mesh: DeviceMesh, *, backward: bool) -> dict[str, Callable[[], None]]:
-    """The collectives a case cannot do without, alone and one after the other: {whose they are: run them}.
+    """Returns the collectives that a case needs, without computation, one after the other: {library: run}.
 
     Forward a gather for a column linear and a reduce-scatter for a row linear, backward the other of the two.
-    Not counted is the second gather of x that a weight gradient takes where the gathered x was not kept.
+    The second gather of x, for a weight gradient without the gathered x, is not counted.
     """
     order = {"mlp": ["gather", "scatter"], "column": ["gather"], "row": ["scatter"]}[case.kind]
     if backward:
@@ -198,7 +198,7 @@ def collectives(case: Case, mesh: DeviceMesh, *, backward: bool) -> dict[str, Ca
     gathered, scattered = torch.empty_like(whole), torch.empty_like(shard)
     group = mesh.get_group()
 
-    # torch 2.13 renamed them.
+    # torch 2.13 renamed these functions.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -220,7 +220,7 @@ def collectives(case: Case, mesh: DeviceMesh, *, backward: bool) -> dict[str, Ca
 
 
 def activation(case: Case, mesh: DeviceMesh, *, backward: bool) -> Callable[[], None] | None:
-    """silu(gate) * up of the local shapes alone; None where the case has none."""
+    """Returns a run of only silu(gate) * up in the local shapes; None if the case has none."""
     if case.kind != "mlp":
         return None
     width = case.inner // mesh.size()
@@ -242,7 +242,7 @@ def _linear(weight: Tensor) -> nn.Linear:
 
 
 def _await(tensor: Tensor) -> None:
-    """DTensor returns before its last collective has ended; this waits for that end."""
+    """Waits for DTensor's last collective; DTensor returns before it has ended."""
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor.wait()
 

@@ -1,9 +1,9 @@
-"""torch's optimizers over cut weights: plain tensors, torch's DTensors and ours.
+"""Times torch's optimizers over cut weights: plain tensors, torch's DTensors and ours.
 
     torchrun --nproc-per-node 2 -m bench.linear.optimizers [--weights 100] [--size 256] [--rounds 25]
 
-Each kind has so many weights of size x size, of which a rank holds half the rows, with gradients. Timed are a
-step of torch.optim.AdamW (its loop, foreach, fused) and `clip_grad_norm_` over all of them.
+Each kind has --weights weights of size x size with gradients; a rank has half of the rows. It times a step of
+torch.optim.AdamW (its loop, foreach, fused) and `clip_grad_norm_` over all of them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 CLIP = "clip_grad_norm_"
 HOW = """\
-Milliseconds: medians over {rounds} rounds, in which each kind has a turn in shuffled order, of the slowest
-rank; +- is half the interquartile range. "plain" are this rank's halves as plain tensors: the floor, and no
-contender, as the norm of one rank's halves is not that of the weights."""
+Milliseconds of the slowest rank: medians over {rounds} rounds, in which each kind has a turn in shuffled
+order; +- is half the interquartile range. "plain": this rank's halves as plain tensors. It is the lower limit
+and no contender, because the norm of one rank's halves is not the weights' norm."""
 
 
 def plain(size: int, mesh: DeviceMesh) -> nn.Parameter:
@@ -49,7 +49,7 @@ KINDS = {"plain": plain, "DTensor": of_torch, "pyruntime": ours}
 
 
 def work(kind: str, count: int, size: int, mesh: DeviceMesh) -> dict[str, Callable[[], object]]:
-    """The calls that are timed, over weights of that kind."""
+    """Returns the calls to time, over weights of that kind."""
     weights = [KINDS[kind](size, mesh) for _ in range(count)]
     for weight in weights:
         weight.grad = torch.randn_like(weight)

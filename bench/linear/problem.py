@@ -1,4 +1,4 @@
-"""What bench/linear multiplies: the cases, their operands, and the results they must give.
+"""The cases of bench/linear, their operands, and the check of their results.
 
 With P ranks, M rows, hidden size H and inner size I:
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 2e-5}  # relative, of the norm of a row
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 2e-5}  # as a share of a row's norm
 SAMPLED = 16  # rows and inner features that are checked
 
 
@@ -32,7 +32,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str, dtype: torch.dtype) -> Case:
-        """`KIND:MxHxI`, as mlp:512x2048x5632."""
+        """Parses `KIND:MxHxI`, such as mlp:512x2048x5632."""
         found = re.fullmatch(r"(mlp|column|row):(\d+)x(\d+)x(\d+)", text)
         if not found or "0" in found.groups():
             raise ValueError(
@@ -45,12 +45,12 @@ class Case:
     def __str__(self) -> str:
         return f"{self.kind}:{self.rows}x{self.hidden}x{self.inner}"
 
-    def check(self, world_size: int) -> None:
+    def check(self, ranks: int) -> None:
         for name, size in (("M", self.rows), ("I", self.inner)):
-            if size % world_size:
+            if size % ranks:
                 raise ValueError(
-                    f"{self}: {name}={size} is not a multiple of the {world_size} ranks, and DTensor, which "
-                    "this benchmark compares with, cuts ragged sizes in its own way; use a multiple."
+                    f"{self}: {name}={size} is not a multiple of the {ranks} ranks, and DTensor, which "
+                    "this benchmark compares with, cuts ragged sizes differently; use a multiple."
                 )
 
 
@@ -82,7 +82,7 @@ class Operands:
         return cls(normal(m, i), {"row": normal(h, i, scale=i**-0.5)}, normal(m, h))
 
     def inner_part(self, part: slice | Tensor) -> Operands:
-        """The operands reduced to some of the I inner features, which mix in none of the kinds."""
+        """Returns the operands for some of the I inner features; no kind of case mixes these."""
         cut = {name: w[:, part] if name in ("down", "row") else w[part] for name, w in self.weights.items()}
         x = self.x[:, part] if "row" in cut else self.x
         dy = self.dy[:, part] if "column" in cut else self.dy
@@ -91,7 +91,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an implementation gave on this rank: y, dx and the gradient of every weight, local shards."""
+    """The results of an implementation on this rank, as local shards: y, dx and every weight's gradient."""
 
     y: Tensor
     dx: Tensor
@@ -106,9 +106,9 @@ def function(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
 
 
 def check(case: Case, operands: Operands, outcome: Outcome, rank: int, world_size: int, name: str) -> float:
-    """The largest relative error against fp64, in sampled rows of y, dx and the gradients of weights.
+    """Returns the largest relative error against fp64 in sampled rows of y, dx and the weights' gradients.
 
-    Raises RuntimeError, naming tensor and row, where one is off by more than its dtype explains.
+    Raises RuntimeError with tensor and row if an error is larger than the dtype explains.
     """
     rows, features = _part(case.rows, rank, world_size), _part(case.inner, rank, world_size)
     worst = 0.0
@@ -124,7 +124,7 @@ def check(case: Case, operands: Operands, outcome: Outcome, rank: int, world_siz
                 f"row {row}, where {case.dtype} allows {TOLERANCE[case.dtype]:.0e}."
             )
 
-    # Rows of y and dx, from all inner features. Where features are cut they hold all rows, else a share.
+    # Rows of y and dx, from all inner features. A tensor with cut features has all rows, others a share.
     all_rows = slice(0, case.rows)
     y_rows, dx_rows = (all_rows if case.kind == kind else rows for kind in ("column", "row"))
     for what, found, held in (("y", outcome.y, y_rows), ("dx", outcome.dx, dx_rows)):
@@ -153,6 +153,6 @@ def _part(size: int, rank: int, world_size: int) -> slice:
 
 
 def _sample(held: slice) -> Tensor:
-    """Some indices of `held`: its ends, and others between them at random."""
+    """Returns some indices of `held`: its ends, and random ones between them."""
     inside = torch.randint(held.start, held.stop, (SAMPLED - 2,))
     return torch.cat([torch.tensor([held.start, held.stop - 1]), inside])

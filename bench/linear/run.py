@@ -1,4 +1,4 @@
-"""Tensor-parallel linears: what their communication costs, next to bare GEMMs, no overlap, and DTensor.
+"""Times tensor-parallel linears and their communication, next to bare GEMMs, no overlap, and DTensor.
 
     torchrun --nproc-per-node 2 -m bench.linear.run [--json FILE] [--shapes mlp:2048x2048x5632] [--dtype bf16]
 
@@ -10,8 +10,6 @@ Every result is checked against fp64 before it is timed.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import pyruntime
 from bench.common.limits import Figure, Held, Limits
-from bench.common.measuring import Sample, facts, interleave, parser_of, rounds_for, write_json
+from bench.common.measuring import Sample, cases_of, facts, interleave, parser_of, rounds_for, write_json
 from bench.common.tables import table
 from bench.linear.contenders import Ours, activation, bare_gemms, collectives, dtensor
 from bench.linear.problem import DTYPES, Case, Operands, check
@@ -31,24 +29,24 @@ WARM_UP = 2
 
 HOW = """\
 Figures are seconds of the slowest rank, medians over rounds. Within a round all variants run once, in
-shuffled order, each started on all ranks at the same moment, on random data, in warm buffers; freed memory is
-kept (pyruntime.keep_freed_memory) for all of them.
-  T_g  the GEMMs of a rank alone, none split, on all ranks at once, no activation function:
-       torch.mm into kept memory{onednn}
+shuffled order, each started on all ranks at the same moment, on random data, in warm buffers. All keep freed
+memory (pyruntime.keep_freed_memory).
+  T_g  a rank's GEMMs alone, not split, on all ranks at once, without activation function:
+       torch.mm into preallocated memory{onednn}
   T_c  the collectives that the case needs, alone: gloo's or pyruntime's, whichever is faster
-       (backward: without the second gather of x, which a column linear does where it did not keep the first)
+       (backward: without the second gather of x, which a column linear needs if it did not keep the first)
   T_u  pyruntime, tier "unfused"
-  T_o  pyruntime, tier "{tier}"; +- is half its interquartile range, the tiers that ran are in the last column
+  T_o  pyruntime, tier "{tier}"; +- is half its interquartile range; the last column has the tiers that ran
   T_d  PyTorch DTensor over gloo, sequence-sharded ends, gate and up in one gather
   T_l  between hosts the loaded limit: T_g while as many bytes as ours sends pass unrelated
-  act  SwiGLU alone, which is in T_u, T_o and T_d
-  wait share of T_o in which a rank waited, by the ledger, in turns of their own
+  act  SwiGLU alone, which T_u, T_o and T_d include
+  wait share of T_o in which a rank waited, by the ledger, in separate turns
   R = T_o / max(T_g, T_c)      ECT = T_o - T_g      E = (T_g + T_c - T_o) / min(T_g, T_c)"""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One case in one direction. Seconds but R, E and tflops_per_rank."""
+    """One case in one direction: seconds, except R, E and tflops_per_rank."""
 
     shape: str
     dtype: str
@@ -121,7 +119,7 @@ HEAD += ["R", "ECT ms", "E", "T_l", "T_o/T_l", "wait", "tiers"]
 
 
 def row(result: Result) -> list[str]:
-    """A line of the table."""
+    """Returns a line of the table."""
     times = [result.T_g, result.T_c, result.T_u, result.T_o]
     limits = result.limits["ours"]
     return [
@@ -141,7 +139,7 @@ def row(result: Result) -> list[str]:
 
 
 def measure(case: Case, mesh: DeviceMesh, tier: str, rounds: int, seconds: float) -> list[Result]:
-    """Forward, and forward with backward, of one case."""
+    """Measures forward, and forward with backward, of one case."""
     operands = Operands.random(case, seed=case.rows)
     contenders = {
         "ours": Ours(case, operands, mesh, tier),
@@ -174,7 +172,7 @@ def _time(
     gemms = bare_gemms(case, operands, mesh, backward=backward)
     variants["gemm torch.mm"] = gemms.run
     if case.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        variants["gemm oneDNN"] = gemms.run_onednn  # torch.mm takes another library in fp32
+        variants["gemm oneDNN"] = gemms.run_onednn  # torch.mm uses another library in fp32
     for owner, run in collectives(case, mesh, backward=backward).items():
         variants[f"collective {owner}"] = run
     if run := activation(case, mesh, backward=backward):
@@ -186,7 +184,7 @@ def _time(
 
     for _ in range(WARM_UP):
         one_round()
-    variants["ours"]()  # before a group's first op nobody knows its tier
+    variants["ours"]()  # a group's tier is known after its first op
     gemm_names, collective_names = (
         [name for name in variants if name.startswith(kind)] for kind in ("gemm ", "collective ")
     )
@@ -209,21 +207,14 @@ def arguments() -> argparse.Namespace:
         "--tier", choices=("auto", "chunked", "fused"), default="auto", help="of T_o; default %(default)s"
     )
     parser.add_argument(
-        "--seconds", type=float, default=10.0, help="more rounds where they fit in this time; default 10"
+        "--seconds", type=float, default=10.0, help="more rounds if they fit into this time; default 10"
     )
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    try:
-        cases = [Case.parse(text, DTYPES[args.dtype]) for text in args.shapes]
-        for case in cases:
-            case.check(int(os.environ.get("WORLD_SIZE", "1")))
-    except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"bench/linear: {error}", file=sys.stderr)
-        sys.exit(2)
+    cases = cases_of("bench/linear", lambda text: Case.parse(text, DTYPES[args.dtype]), args.shapes)
     torch.set_num_threads(1)
     pyruntime.keep_freed_memory()
     with pyruntime.Runtime.start() as runtime:
@@ -234,7 +225,7 @@ def main() -> None:
 def report(
     args: argparse.Namespace, where: dict[str, Any], cases: list[Case], mesh: DeviceMesh, *, first: bool
 ) -> None:
-    """Measures on all ranks; the first prints and writes."""
+    """Measures on all ranks; rank 0 prints and writes."""
 
     def say(text: str) -> None:
         if first:

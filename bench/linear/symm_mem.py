@@ -1,10 +1,10 @@
-"""What a call through torch's symm_mem operators costs over calling the primitive itself.
+"""Times calls through torch's symm_mem operators against direct calls of the primitives.
 
     python -m torch.distributed.run --nproc-per-node 2 -m bench.linear.symm_mem [--json FILE]
 
-Operands are so small that a call is little but what it costs to call: shards of 8 rows of 16 features, fp32.
-The two take turns; a figure is a median over rounds of 100 calls each, the slowest rank's. "Over" is the
-median of the rounds' differences.
+Operands are so small that a call is almost only overhead: shards of 8 rows of 16 features, fp32. The two take
+turns. A figure is the slowest rank's median over rounds of 100 calls. "Over" is the median of the rounds'
+differences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Call = Callable[[], object]
 
 
 def pairs(group: Any) -> dict[str, tuple[Call, Call]]:
-    """By name: the primitive, and torch's operator for the same."""
+    """Returns by name the primitive and torch's operator for the same."""
     name, size = group_name(group), pyruntime.comm.group_size(group)
     through = torch.ops.symm_mem
     shard, batch, weight = torch.randn(8, 16), torch.randn(8, 2, 16), torch.randn(16, 16)

@@ -1,13 +1,13 @@
-"""When a rank multiplies and when its link carries bytes, recorded: PyTorch's collective and then the GEMM,
-and pyruntime.
+"""Records and draws when a rank multiplies and when its link carries bytes, for PyTorch (collective, then
+GEMM) and pyruntime.
 
     python -m bench.netlab --hosts 2 --ranks-per-host 1 --rate 120mbit -- \\
         python -m bench.linear.timeline --rate 120 --plot docs/pictures/timeline.svg \\
         --json bench/results/linear/timeline.json
 
-The forward of an MLP (gate and up in one gather, SwiGLU, down, scatter). GEMMs are the library's own ranges
-in torch.profiler; the link is the network interface's counter of bytes received, read every millisecond. Of
-several runs in turns the one of median length is drawn, rank 0's.
+It runs the forward of an MLP (gate and up in one gather, SwiGLU, down, scatter). GEMMs are the library's
+ranges in torch.profiler. The link is the network interface's counter of received bytes, read every
+millisecond. The two run in turns several times; of each, rank 0's run of median length is drawn.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from bench.linear.problem import DTYPES, Case, Operands
 
 BEFORE, AFTER = (
     "PyTorch DTensor: the collective, then the GEMM",
-    "pyruntime: the GEMM takes rows as they come",
+    "pyruntime: the GEMM takes rows as they arrive",
 )
 COLOURS = {"gemm": "#2e4057", "link": "#d1495b"}
 GEMMS = ("aten::mm", "aten::addmm")
-BINS = 120  # of a picture's width
+BINS = 120  # over the picture's width
 RUNS = 7
 
 
@@ -48,11 +48,11 @@ class Trace:
     gemms: list[tuple[float, float]]
     """(start, end)"""
     received: list[tuple[float, int]]
-    """(moment, bytes since the start)"""
+    """(time, bytes since the start)"""
 
 
 class Interface:
-    """Reads the bytes that the network interface has received, every millisecond, until it is left."""
+    """Reads the network interface's received bytes every millisecond, while its context is open."""
 
     def __init__(self) -> None:
         self.readings: list[tuple[float, int]] = []
@@ -76,7 +76,7 @@ class Interface:
 
 
 def received_bytes() -> int:
-    """Of all interfaces but the loopback."""
+    """Returns the received bytes of all interfaces except the loopback."""
     lines = [line.split(":") for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]]
     return sum(int(figures.split()[0]) for name, figures in lines if name.strip() != "lo")
 
@@ -95,7 +95,7 @@ def record(name: str, forward: Callable[[], object]) -> Trace:
     gemms = [
         ((each.start - whole.time_range.start) * 1e-6, (each.end - whole.time_range.start) * 1e-6)
         for each in ranges
-        # DTensor's mm is recorded too, around the one that multiplies
+        # DTensor's mm is recorded too, around the one that computes
         if not any(
             other is not each and each.start <= other.start and other.end <= each.end for other in ranges
         )
@@ -108,7 +108,7 @@ def record(name: str, forward: Callable[[], object]) -> Trace:
 
 
 def traces(case: Case, mesh) -> list[Trace]:
-    """Of both, each of median length among its runs."""
+    """Returns a trace of both contenders, each the run of median length."""
     operands = Operands.random(case, seed=1)
     contenders = {BEFORE: dtensor(case, operands, mesh), AFTER: Ours(case, operands, mesh, "chunked")}
     found: dict[str, list[Trace]] = {name: [] for name in contenders}
@@ -121,7 +121,7 @@ def traces(case: Case, mesh) -> list[Trace]:
 
 
 def share_of_link(trace: Trace, width: float, bytes_per_s: float) -> list[float]:
-    """In bins of `width` seconds."""
+    """Returns the used share of the link in bins of `width` seconds."""
 
     def received_at(moment: float) -> int:
         return max((count for when, count in trace.received if when <= moment), default=0)
@@ -163,12 +163,12 @@ def plot(path: str, found: list[Trace], rate: float, case: Case) -> None:
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--plot", required=True, metavar="FILE", help="SVG or PNG to write")
-    parser.add_argument("--json", metavar="FILE", help="write the two traces there")
+    parser.add_argument("--json", metavar="FILE", help="file to write the two traces to")
     parser.add_argument(
         "--shape", default="mlp:2048x2048x5632", metavar="KIND:MxHxI", help="default: %(default)s"
     )
     parser.add_argument(
-        "--rate", type=float, required=True, help="of the link, Mbit/s: the height of its row"
+        "--rate", type=float, required=True, help="rate of the link, Mbit/s: the height of its row"
     )
     return parser.parse_args()
 

@@ -1,35 +1,35 @@
-"""What a thin network does to your training, before you rent one: several hosts on this machine, slow links.
+"""Runs a command on several emulated hosts of this machine with slow links between them.
 
     python -m bench.netlab --hosts H --ranks-per-host R --rate 1gbit -- COMMAND ...
 
-runs COMMAND once per rank, with the environment torchrun gives. Every host has a network namespace of its own
-(and processes, a host name and a /dev/shm of its own); a bridge joins them, and each host's link carries
-`--rate` in each direction. That takes root, or, where user namespaces are allowed, a command that begins with
-`unshare --user --map-root-user`. Two hosts with two ranks each, behind 1 Gbit/s:
+runs COMMAND once per rank, with torchrun's environment. Every host has its own network namespace, processes,
+host name and /dev/shm. A bridge joins the hosts; each host's link carries `--rate` in each direction. It
+needs root, or, where user namespaces are allowed, a command that begins with `unshare --user
+--map-root-user`. Two hosts with two ranks each, behind 1 Gbit/s:
 
     sudo .venv/bin/python -m bench.netlab --hosts 2 --ranks-per-host 2 --rate 1gbit --counters bytes.json \\
         -- .venv/bin/python train.py
 
-The rate, the bytes and the queues are those of such a network: TCP can reach 95.6 % of the rate, 1448 of a
-frame's 1514 bytes, and messages queue for up to 10 ms. The rest is this machine: all hosts share its cores
-and memory, and a round trip through an idle network takes 0.1 ms. Hosts reach each other and nothing else, so
-data and models must be on the disk. Host 2 is host2, 10.77.0.3, on eth0. A rank finds the counters of its own
-host in /proc/self/net/dev; `--rate-host 2=300mbit` gives host 2 a slower link.
+Rate, bytes and queues are those of such a network: TCP reaches at most 95.6 % of the rate (1448 of a frame's
+1514 bytes), and messages queue for up to 10 ms. The rest is this machine: all hosts share its cores and
+memory, and a round trip through an idle network takes 0.1 ms. Hosts reach only each other, so data and models
+must be on the disk. Host 2 is host2, 10.77.0.3, on eth0. A rank finds its host's counters in
+/proc/self/net/dev. `--rate-host 2=300mbit` gives host 2 a slower link.
 
-`--fail` breaks something at a time counted from when all ranks were started; it may be given several times:
+`--fail` breaks something at a time after the start of all ranks; it may be given several times:
 
     --fail link:1@5s            the link of host 1 goes down after 5 s; link:1@5s+3s: comes back 3 s later
     --fail kill:rank2@5s        rank 2 gets SIGKILL
-    --fail stop:rank1@5s+3s     rank 1 is stopped and goes on 3 s later; without +3s it never does
+    --fail stop:rank1@5s+3s     rank 1 is stopped and continues 3 s later; without +3s it never does
 
-With `--ready FILE` these times count from when FILE is there, which a rank makes when all are at work.
+With `--ready FILE` these times count from the creation of FILE, which a rank makes when all are at work.
 
-The exit code is 0 if that of every rank was; otherwise that of the rank that failed first, 128 + signal where
-a signal ended it (one sent by --fail too), and a sentence on stderr names it. The other ranks then have
-`--grace` to end by themselves, before SIGTERM, and 5 s later SIGKILL. Ctrl-C and SIGTERM are passed to the
-ranks, which have as long, and give 130 and 143. 127: COMMAND does not exist. 2: the options are wrong, or
-root, namespaces or a tool are missing. 1: the network could not be set up. Nothing is left behind, not even
-after kill -9 of netlab.
+The exit code is 0 if every rank's was. Otherwise it is that of the rank that failed first (128 + signal if a
+signal ended it, also one of --fail), and a sentence on stderr names the rank. The other ranks then have
+`--grace` to end by themselves before SIGTERM, and 5 s more before SIGKILL. Ctrl-C and SIGTERM are passed to
+the ranks, which have the same time, and give 130 and 143. 127: COMMAND does not exist. 2: the options are
+wrong, or root, namespaces or a tool are missing. 1: the network could not be set up. Nothing is left behind,
+even after kill -9 of netlab.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ USAGE = """python -m bench.netlab --hosts H --ranks-per-host R --rate RATE
 
 
 def sentence(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parse` for argparse, which keeps the sentence of this exception and of no other."""
+    """Wraps `parse` for argparse, which shows the sentence of only this kind of exception."""
 
     def parsed(text: str) -> Any:
         try:
@@ -79,7 +79,7 @@ def arguments(argv: list[str]) -> Plan:
         type=sentence(parse_rate),
         required=True,
         metavar="RATE",
-        help="of every link, in kbit, mbit or gbit",
+        help="rate of every link, in kbit, mbit or gbit",
     )
     add(
         "--rate-host",
@@ -88,7 +88,7 @@ def arguments(argv: list[str]) -> Plan:
         default=[],
         metavar="HOST=RATE",
         dest="rate_of_host",
-        help="of one host's link; may be repeated",
+        help="rate of one host's link; may be repeated",
     )
     add(
         "--fail",
@@ -99,20 +99,20 @@ def arguments(argv: list[str]) -> Plan:
         dest="faults",
         help="see above; may be repeated",
     )
-    add("--ready", type=Path, metavar="FILE", help="count the times of --fail from when it is there")
+    add("--ready", type=Path, metavar="FILE", help="count the times of --fail from its creation")
     add(
         "--grace",
         type=sentence(parse_seconds),
         default=30.0,
         metavar="TIME",
         dest="grace_s",
-        help="for the other ranks when one failed, before SIGTERM; default 30s",
+        help="time for the other ranks after a failure, before SIGTERM; default 30s",
     )
-    add("--log-dir", type=Path, metavar="DIR", help="write rankN.out and rankN.err there, print neither")
+    add("--log-dir", type=Path, metavar="DIR", help="write rankN.out and rankN.err there instead of printing")
     add("--counters", type=Path, metavar="FILE", help="write the bytes over each host's link there, as JSON")
     given = vars(parser.parse_args(options))
     if not command:
-        parser.error("there is no COMMAND; write -- and the command at the end, such as -- python train.py")
+        parser.error("COMMAND is missing; write -- and the command at the end, such as -- python train.py")
     try:
         return Plan.make(
             **given
@@ -136,16 +136,16 @@ def main() -> None:
     if lacking := missing():
         fail(lacking, 2)
     if shutil.which(plan.command[0]) is None:
-        fail(f"there is no program {plan.command[0]!r} to be run; give a path, or a name that PATH has.", 127)
+        fail(f"there is no program {plan.command[0]!r}; give a path, or a name that PATH has.", 127)
     if plan.ready is not None and plan.ready.exists():
-        fail(f"--ready {plan.ready} is there already, before any rank could make it; remove it.", 2)
+        fail(f"--ready {plan.ready} exists already, before any rank could make it; remove it.", 2)
     try:
         if plan.log_dir is not None:
             plan.log_dir.mkdir(parents=True, exist_ok=True)
         if plan.counters is not None:
-            plan.counters.touch()  # to find out now rather than at the end
+            plan.counters.touch()  # to fail now rather than at the end
     except OSError as error:
-        fail(f"the place given for what is to be written does not do: {error}; use another.", 2)
+        fail(f"--log-dir or --counters cannot be written: {error}; use another path.", 2)
     try:
         with Interrupts() as interrupts, Lab(plan.rates) as lab:
             code = Run(plan, lab, interrupts).execute()

@@ -1,8 +1,8 @@
-"""The first process of a host of bench/netlab: starts its ranks, tells how they end, passes signals on.
+"""The first process of a host of bench/netlab: starts its ranks, reports how they end, passes signals on.
 
-netlab starts it, as process 1 of the host's own pid namespace, with the number of an inherited connection.
-The kernel ends every process of a pid namespace with its process 1, whatever ended that one. So this process
-ends when the connection does: netlab may be killed with SIGKILL and still no rank stays behind.
+netlab starts it as process 1 of the host's pid namespace, with the number of an inherited connection. The
+kernel ends every process of a pid namespace with its process 1. This process ends when the connection does,
+so no rank stays behind even if netlab is killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 def become(hostname: str, names: str) -> None:
     """Gives this host its own name, its own /dev/shm, and `names` as /etc/hosts.
 
-    Ranks that share memory only because all hosts are this machine would be found out late, and NCCL tells
-    hosts apart by their name. gloo takes the address that the host's own name has.
+    Otherwise ranks of different hosts could share memory, which no real network allows. NCCL tells hosts
+    apart by their name, and gloo uses the address of the host's own name.
     """
     socket.sethostname(hostname)
     subprocess.run(["mount", "-t", "tmpfs", "netlab", "/dev/shm"], check=True)
@@ -41,8 +41,8 @@ class Ranks:
         out = err = None
         if logs is not None:
             out, err = (open(Path(logs, f"rank{rank}.{end}"), "wb") for end in ("out", "err"))  # noqa: SIM115
-        # A session for each rank, so that a signal reaches what a shell script started too. And no input: of
-        # what is typed nobody could say which rank it is meant for.
+        # A session for each rank, so that a signal also reaches the children of a shell script. No input, as
+        # typed text could be meant for any rank.
         self._running[rank] = subprocess.Popen(
             command,
             env={**os.environ, **environment},
@@ -57,7 +57,7 @@ class Ranks:
             os.killpg(self._running[rank].pid, number)
 
     def reap(self) -> None:
-        """Process 1 inherits every orphan of its namespace, so it waits for any child, not only for ranks."""
+        """Waits for any child, not only for ranks: process 1 inherits every orphan of its namespace."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

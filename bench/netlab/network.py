@@ -1,9 +1,9 @@
 """The hosts of bench/netlab and the network between them: namespaces, a bridge, links of a given rate.
 
-Nothing here has a name that outlives it. A host is a process with namespaces of its own, and so is the
-switch; a veth pair joins the two. The kernel removes a namespace, its interfaces and its queues with the
-last process in it, and those processes end when netlab does, however that ends (see host.py). Named
-namespaces, as `ip netns add` makes them, would stay behind after a kill -9.
+A host is a process with its own namespaces, and so is the switch; a veth pair joins the two. The kernel
+removes a namespace with its interfaces and queues when its last process ends, and those processes end when
+netlab does, even by SIGKILL (see host.py). Named namespaces (`ip netns add`) would stay behind after a kill
+-9.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ENDS_S = 10.0
 INTERFACE = "eth0"
 MOST_HOSTS = 200  # what fits into the one /24 network they share
 
-# One of everything that is needed, in namespaces that end with the shell.
+# Tries everything that is needed once, in namespaces that end with the shell.
 TRIAL = """
 ip link add name bridge type bridge && ip link add name one type veth peer name other &&
 ip link set one gso_max_size 16384 && tc qdisc add dev one root tbf rate 1mbit burst 32kb limit 64kb &&
@@ -57,7 +57,7 @@ class NetworkError(RuntimeError):
 
 
 def missing() -> str:
-    """What this machine lacks for netlab, as a sentence for the user; empty where nothing is missing."""
+    """Returns a sentence on what this machine lacks for netlab; empty if nothing is missing."""
     if sys.platform != "linux":
         return f"netlab needs Linux and its network namespaces; this is {sys.platform}."
     lacking = sorted(tool for tool in TOOLS if shutil.which(tool) is None)
@@ -84,12 +84,12 @@ def missing() -> str:
 
 @dataclass(frozen=True)
 class Shaping:
-    """How a link is held to its rate. All in bytes.
+    """The sizes, in bytes, with which tbf holds a link to its rate.
 
-    Linux sends TCP as packets of up to 64 KB, which a real card would cut into frames. tbf cuts what is
-    larger than its burst, on the cores that the ranks need: at 1 Gbit/s that took a whole core, and switching
-    such packets off took more and reached half the rate. So the burst is short, because what fits into it
-    passes at full speed, and packets are smaller than the burst, which leaves nothing to cut.
+    Linux sends TCP as packets of up to 64 KB, which a real card would cut into frames. tbf cuts packets that
+    are larger than its burst, on the cores that the ranks need: at 1 Gbit/s that took a whole core. Without
+    large packets it took more and reached half the rate. So the burst is short, because a burst passes at
+    full speed, and packets are smaller than the burst, so that nothing is cut.
     """
 
     burst: int
@@ -98,10 +98,10 @@ class Shaping:
 
     @classmethod
     def of(cls, rate: int) -> Shaping:
-        """For `rate` in bits/s: a burst of 1 ms and a queue of 10 ms; more where that is a few packets."""
+        """Returns sizes for `rate` (bits/s): a burst of 1 ms and a queue of 10 ms, at least a few packets."""
         bytes_per_ms = rate // 8000
         burst = max(4096, bytes_per_ms)
-        # The margin is for headers: the kernel counts them anew for each frame, 66 of 1514 bytes.
+        # The margin is for headers: the kernel counts them for each frame, 66 of 1514 bytes.
         largest_packet = min(65536, burst * 8 // 10)
         return cls(burst, largest_packet, burst + max(16384, 10 * bytes_per_ms))
 
@@ -112,7 +112,7 @@ class Host:
     def __init__(self, index: int) -> None:
         self.index = index
         self.connection, theirs = Pipe()
-        # A session of its own: Ctrl-C is netlab's to hear, which passes it to the ranks.
+        # A new session, so that only netlab gets Ctrl-C and passes it to the ranks.
         self.process = subprocess.Popen(
             [*HOST_NAMESPACES, sys.executable, "-I", "-S", HOST_SCRIPT, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -122,8 +122,8 @@ class Host:
         theirs.close()
 
     def order(self, *order: Any) -> None:
-        """Tells the host's first process to `start` or `signal` ranks. A host that is gone hears nothing."""
-        with contextlib.suppress(ConnectionError):  # who reads from the connection next finds out
+        """Tells the host's first process to `start` or `signal` ranks. Does nothing if the host is gone."""
+        with contextlib.suppress(ConnectionError):  # the next read from the connection finds out
             self.connection.send(order)
 
     def come_up(self) -> None:
@@ -137,14 +137,14 @@ class Host:
             except EOFError:
                 pass
         raise NetworkError(
-            f"host {self.index} did not come up; what unshare or Python wrote above says why, if they did."
+            f"host {self.index} did not come up; see the output of unshare or Python above, if any."
         )
 
 
 class Lab:
-    """Hosts on one bridge, each link limited in both directions. Leaving it ends every process and namespace.
+    """Hosts on one bridge, each link limited in both directions. Closing it ends all their processes.
 
-    `rates` are bits per second, one a host.
+    `rates` are bits per second, one for each host.
     """
 
     def __init__(self, rates: Sequence[int]) -> None:
@@ -168,7 +168,7 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """Ends all hosts. Returns when no process of theirs is left."""
+        """Ends all hosts, and returns when none of their processes is left."""
         for host in self.hosts:
             host.connection.close()
         deadline = time.monotonic() + ENDS_S
@@ -176,27 +176,27 @@ class Lab:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()  # its child, process 1 of the host, goes with it: unshare --kill-child
+                process.kill()  # unshare --kill-child ends its child, process 1 of the host, too
                 process.wait()
         if self._switch is not None and self._switch.stdin is not None:
             self._switch.stdin.close()
             self._switch.wait()
 
     def set_link(self, host: int, up: bool) -> None:
-        """Pulls the cable at the switch, or puts it back: the host keeps its address and its connections."""
+        """Takes the link down at the switch, or up again: the host keeps its address and its connections."""
         _run(self._switch_pid, ["ip", "link", "set", _port(host), "up" if up else "down"])
 
     def counters(self) -> list[tuple[int, int] | None]:
-        """Bytes sent and received by each host's interface; None for a host that is gone.
+        """Returns the bytes sent and received by each host's interface; None for a host that is gone.
 
-        Taken at the switch, which is there as long as netlab. A large TCP packet counts its headers once, not
-        for each frame.
+        They are counted at the switch, which lives as long as netlab. A large TCP packet counts its headers
+        once, not for each frame.
         """
         counted: dict[str, tuple[int, int]] = {}
         for line in Path(f"/proc/{self._switch_pid}/net/dev").read_text(encoding="ascii").splitlines()[2:]:
             name, _, numbers = line.partition(":")
             fields = numbers.split()
-            counted[name.strip()] = (int(fields[0]), int(fields[8]))  # what the port received, the host sent
+            counted[name.strip()] = (int(fields[0]), int(fields[8]))  # the port received what the host sent
         return [counted.get(_port(host.index)) for host in self.hosts]
 
     @property
@@ -205,7 +205,7 @@ class Lab:
         return self._switch.pid
 
     def _start_switch(self) -> None:
-        # cat ends with its input, a pipe that netlab holds; the line says that the namespace is there.
+        # cat ends with its input, a pipe of netlab; the line says that the namespace exists.
         self._switch = subprocess.Popen(
             ["unshare", "--net", "sh", "-c", "echo ready && exec cat"],
             stdin=subprocess.PIPE,
@@ -215,7 +215,7 @@ class Lab:
         assert self._switch.stdout is not None
         with self._switch.stdout as output:
             if output.readline() != b"ready\n":
-                raise NetworkError("unshare --net failed; what it wrote above says why.")
+                raise NetworkError("unshare --net failed; see its output above.")
 
     def _start_hosts(self) -> None:
         numbers = range(len(self._rates))
@@ -227,7 +227,7 @@ class Lab:
             host.come_up()
 
     def _connect(self) -> None:
-        # No IPv6 address and no multicast snooping: both send packets unasked, and bytes are counted here.
+        # No IPv6 address and no multicast snooping: both send packets that would be counted.
         links = [
             "link add name bridge type bridge forward_delay 0 mcast_snooping 0",
             "link set bridge addrgenmode none",
@@ -252,7 +252,7 @@ class Lab:
                 "link set lo up",
                 f"link set {INTERFACE} up",
             ]
-            # Shaped before it is up, so that nothing passes at full speed.
+            # Shaped before it is up, so that no packet passes at full speed.
             _run(host.process.pid, ["tc", "-batch", "-"], [_tbf(INTERFACE, rate)])
             _run(host.process.pid, ["ip", "-batch", "-"], up)
 
@@ -267,15 +267,15 @@ def _tbf(interface: str, rate: int) -> str:
 
 
 def _run(pid: int, command: list[str], lines: Sequence[str] = ()) -> None:
-    """Runs `command` in the network namespace of process `pid`. Raises NetworkError with what it wrote."""
+    """Runs `command` in the network namespace of process `pid`. Raises NetworkError with its output."""
     if os.stat(f"/proc/{pid}/ns/net").st_ino == os.stat("/proc/self/ns/net").st_ino:
-        raise NetworkError(f"process {pid} has no network namespace of its own; nothing was changed.")
+        raise NetworkError(f"process {pid} shares this process's network namespace; nothing was changed.")
     done = subprocess.run(
         ["nsenter", f"--net=/proc/{pid}/ns/net", *command],
         input="".join(f"{line}\n" for line in lines),
         capture_output=True,
         text=True,
-        start_new_session=True,  # Ctrl-C is heard by netlab alone
+        start_new_session=True,  # only netlab gets Ctrl-C
     )
     if done.returncode:
         asked = " ".join(command) + "".join(f"; {line}" for line in lines)

@@ -1,4 +1,4 @@
-"""What bench/netlab is asked for, as data: rates, faults, and the environment of every rank."""
+"""The options of bench/netlab as data: rates, faults, and the environment of every rank."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from bench.netlab.network import INTERFACE, MOST_HOSTS, address
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 SLOWEST, FASTEST = 1_000_000, 100_000_000_000  # bits/s; beyond, tbf's burst or this machine sets the pace
-MASTER_PORT = 29500  # every run has a network of its own, so it is always free
+MASTER_PORT = 29500  # always free, because every run has its own network
 
 
 def parse_rate(text: str) -> int:
-    """Bits per second of `300mbit`. Raises ValueError."""
+    """Returns the bits per second of `300mbit`. Raises ValueError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.lower())
     if not found:
         raise ValueError(
@@ -24,12 +24,12 @@ def parse_rate(text: str) -> int:
         )
     rate = round(float(found[1]) * UNITS[found[2]])
     if not SLOWEST <= rate <= FASTEST:
-        raise ValueError(f"{text} cannot be kept to; use a rate from 1mbit to 100gbit.")
+        raise ValueError(f"{text} is outside netlab's range; use a rate from 1mbit to 100gbit.")
     return rate
 
 
 def parse_rate_of_host(text: str) -> tuple[int, int]:
-    """Host and bits per second of `2=300mbit`. Raises ValueError."""
+    """Returns host and bits per second of `2=300mbit`. Raises ValueError."""
     host, equals, rate = text.partition("=")
     if not equals or not host.isdecimal():
         raise ValueError(f"{text!r} is not a host's rate; write HOST=RATE, such as 2=300mbit.")
@@ -37,7 +37,7 @@ def parse_rate_of_host(text: str) -> tuple[int, int]:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of `30s` or `0.5`. Raises ValueError."""
+    """Returns the seconds of `30s` or `0.5`. Raises ValueError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)s?", text)
     if not found:
         raise ValueError(f"{text!r} is not a time; write seconds, such as 30s or 0.5s.")
@@ -52,13 +52,14 @@ class Fault:
     target: int
     """A host for link, otherwise a rank."""
     at_s: float
-    """After the moment when all ranks had been started, or from which the plan counts."""
+    """Seconds after the start of all ranks, or after the plan's `ready` file."""
     for_s: float | None
-    """How long it lasts; None: to the end."""
+    """Seconds that it lasts; None: to the end."""
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """`link:HOST@TIME[+TIME]`, `kill:rankR@TIME`, `stop:rankR@TIME[+TIME]`. Raises ValueError."""
+        """Parses `link:HOST@TIME[+TIME]`, `kill:rankR@TIME` or `stop:rankR@TIME[+TIME]`. Raises
+        ValueError."""
         time = r"(\d+(?:\.\d+)?)s"
         found = re.fullmatch(rf"(?:(link):(\d+)|(kill|stop):rank(\d+))@{time}(?:\+{time})?", text)
         if not found or (found[3] == "kill" and found[6]):
@@ -78,7 +79,7 @@ class Plan:
     """Bits per second of each host's link, in each direction."""
     faults: tuple[Fault, ...]
     ready: Path | None
-    """Faults count from when this file is there; None: from when all ranks had been started."""
+    """File from whose creation the times of faults count; None: from the start of all ranks."""
     grace_s: float
     log_dir: Path | None
     counters: Path | None
@@ -98,7 +99,7 @@ class Plan:
         counters: Path | None,
         command: tuple[str, ...],
     ) -> Plan:
-        """Raises ValueError where the numbers do not fit each other."""
+        """Makes a plan. Raises ValueError if the numbers do not fit each other."""
         if not 1 <= hosts <= MOST_HOSTS:
             raise ValueError(f"--hosts {hosts} is not possible; use 1 to {MOST_HOSTS}.")
         if ranks_per_host < 1:
@@ -126,7 +127,7 @@ class Plan:
         return range(host * self.ranks_per_host, (host + 1) * self.ranks_per_host)
 
     def environment(self, rank: int, outside: Mapping[str, str]) -> dict[str, str]:
-        """What torchrun sets for a rank that is not restarted, for a process whose launcher had `outside`."""
+        """Returns the environment `outside` with torchrun's variables for a rank that is not restarted."""
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank % self.ranks_per_host),
@@ -144,7 +145,7 @@ class Plan:
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "False",  # there is no agent: rank 0 opens the store
             "OMP_NUM_THREADS": outside.get("OMP_NUM_THREADS", "1"),
-            # The only interface; else a value that is meant for this machine's own would be inherited.
+            # The only interface; an inherited value would name one of this machine's.
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
         }

@@ -1,4 +1,4 @@
-"""One run of bench/netlab: from starting the ranks, through the faults, to the exit code."""
+"""Runs bench/netlab once: starts the ranks, causes the faults, and finds the exit code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOOK_EVERY_S = 0.02  # for the file of --ready
 
 
 class CannotStart(Exception):
-    """COMMAND could not be started; `code` is the exit code that a shell would give."""
+    """Raised if COMMAND could not be started; `code` is the exit code that a shell would give."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ def say(sentence: str) -> None:
 
 
 class Interrupts:
-    """Keeps SIGINT and SIGTERM from ending netlab at any line: `received` has them, `socket` wakes a wait."""
+    """Records SIGINT and SIGTERM in `received` without ending netlab at any line; `socket` wakes a wait."""
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
@@ -71,11 +71,11 @@ class End:
 
     rank: int
     code: int
-    """As subprocess has it: a signal is negative."""
+    """Exit code as in subprocess: a signal is negative."""
     moment: float
-    """In seconds of time.monotonic, which is one clock for all hosts."""
+    """Seconds of time.monotonic, which is one clock for all hosts."""
     reason: str
-    """Why netlab sent the signal, where it did."""
+    """Why netlab sent the signal; empty if it did not."""
 
     @property
     def exit_code(self) -> int:
@@ -88,7 +88,7 @@ class End:
 
 
 class Run:
-    """Starts the ranks, lets the faults happen, and waits until every rank has ended."""
+    """Starts the ranks, causes the faults, and waits until every rank has ended."""
 
     def __init__(self, plan: Plan, lab: Lab, interrupts: Interrupts) -> None:
         self._plan, self._lab, self._interrupts = plan, lab, interrupts
@@ -99,10 +99,10 @@ class Run:
         self._due: list[tuple[float, int, Callable[[], None]]] = []  # a heap: when, a tie-break, what
         self._tie_break = itertools.count()
         self._grace_began = False
-        self._faults_from: float | None = None  # what their times are counted from
+        self._faults_from: float | None = None  # the moment from which their times count
 
     def execute(self) -> int:
-        """The exit code for netlab. Raises CannotStart and NetworkError."""
+        """Runs everything and returns netlab's exit code. Raises CannotStart and NetworkError."""
         if self._interrupts.received:
             say(f"{self._interrupts.received[0].name}: no rank had been started yet.")
             return 128 + self._interrupts.received[0]
@@ -158,7 +158,7 @@ class Run:
                 self._stopped_for_good.clear()
 
     def _hear(self, host: Host) -> bool:
-        """Takes one report; False if the host is gone."""
+        """Handles one report of a host; returns False if the host is gone."""
         report = self._next_report(host)
         if report is not None:
             self._note_end(*report[1:])
@@ -180,7 +180,7 @@ class Run:
     def _note_end(self, rank: int, code: int, moment: float) -> None:
         self._running.discard(rank)
         self._ends.append(End(rank, code, moment, self._sent.get((rank, -code), "")))
-        # Hosts report on connections of their own, so an earlier end may be heard later.
+        # Hosts report on separate connections, so an earlier end may be reported later.
         self._ends.sort(key=lambda end: end.moment)
         if code:
             self._begin_grace()
@@ -206,7 +206,7 @@ class Run:
         self._begin_grace()
 
     def _look_for_ready(self) -> None:
-        """Lets the faults come, if all ranks are at work; otherwise looks again soon."""
+        """Starts the clock of the faults if the file of --ready exists; otherwise looks again soon."""
         now = time.monotonic()
         if self._plan.ready is not None and not self._plan.ready.exists():
             self._at(now + LOOK_EVERY_S, self._look_for_ready)
@@ -246,7 +246,7 @@ class Run:
         heapq.heappush(self._due, (moment, next(self._tie_break), action))
 
     def _send(self, number: signal.Signals, why: str, ranks: Iterable[int] | None = None) -> None:
-        """Sends a signal to `ranks`, or to all, as far as they run."""
+        """Sends a signal to those of `ranks` (or of all ranks) that still run."""
         for rank in self._running.intersection(self._running if ranks is None else ranks):
             self._sent[rank, number] = why
             self._lab.hosts[self._plan.host_of(rank)].order("signal", int(number), rank)
@@ -266,7 +266,7 @@ class Run:
             say("; then ".join(failed) + ".")
 
     def _write_counters(self, before: list[tuple[int, int] | None]) -> None:
-        """One object a host, with the bytes its interface sent and received while the ranks ran."""
+        """Writes one object a host with the bytes of its interface while the ranks ran."""
         hosts = []
         for host, (start, end) in enumerate(zip(before, self._lab.counters(), strict=True)):
             sent, received = (

@@ -1,11 +1,11 @@
-"""What two axes of a mesh do to each other: the trainer's step with each of them alone and with both.
+"""Measures how two axes of a mesh affect each other: the trainer's step with each axis alone and with both.
 
     python -m bench.netlab --hosts 4 --ranks-per-host 1 --rate 400mbit -- \\
         python -m bench.overlap.axes [--meshes tp-dp cp-dp tp-pp] [--json FILE]
 
-Four ranks. "Alone" is one axis of two ranks, in both pairs of neighbouring ranks at once; "beside" is the
-mesh of both, with as many sequences for each replica. A rank of dp alone holds twice the weights that it
-holds beside tp, and a rank of cp alone has as many tokens as beside dp.
+It needs four ranks. "Alone" is one axis of two ranks, in both pairs of neighbouring ranks at once. "Beside"
+is the mesh of both axes, with equally many sequences for each replica. A rank of dp alone has twice the
+weights that it has beside tp; a rank of cp alone has as many tokens as beside dp.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from pyruntime.train.signals import StopRequest
 MESHES = ("tp-dp", "cp-dp", "tp-pp")
 MICRO_BATCHES = 2
 HOW = """\
-{steps} training steps after a first one, one micro-batch after the other ({count} a step), zero 1, bf16; by
-the ledger. Milliseconds and MB of a step: of the rank that waited most on that axis; hidden: of the bytes
-that it read. Step: the slowest rank's."""
+{steps} training steps after a first one, micro-batches one after the other ({count} a step), zero 1, bf16; by
+the ledger. Milliseconds and MB of a step: of the rank that waited most on that axis. Hidden: share of the
+bytes that it read. Step: of the slowest rank."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a rank stands among those that train together, as torchrun says it."""
+    """A rank's place among those that train together, in torchrun's variables."""
 
     rank: int
     size: int
     address: str
     ports: tuple[int, ...]
-    """One for each time that they meet: the store of the last time may still be open."""
+    """One port for each rendezvous, because the previous store may still be open."""
 
     def take(self, time: int) -> None:
-        """In the environment."""
+        """Sets the environment variables of the rendezvous number `time`."""
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         os.environ |= dict(
             zip(names, map(str, (self.rank, self.size, self.address, self.ports[time])), strict=True)
@@ -64,7 +64,7 @@ class Place:
 
 
 def places(times: int) -> tuple[Place, Place, Path]:
-    """This rank's among its pair and among all, and a folder that all see. Collective."""
+    """Returns this rank's place in its pair and among all ranks, and a folder that all see. Collective."""
     with contextlib.ExitStack() as opened:
         sockets = [opened.enter_context(socket.socket()) for _ in range(times)]
         for free in sockets:
@@ -95,7 +95,7 @@ def config_of(
 
 
 def accounts(config: RunConfig) -> Account:
-    """Of this rank, the sum of all steps but the first."""
+    """Returns this rank's account, summed over all steps except the first."""
     parallel = config.parallel
     folder = Path(config.output.run_dir)
     with Runtime.start(tp=parallel.tp, dp=parallel.dp, cp=parallel.cp, pp=parallel.pp) as runtime:
@@ -107,7 +107,7 @@ def accounts(config: RunConfig) -> Account:
         with pyruntime.ledger() as ledger:
             entered = StepLedger(ledger)
             for _ in itertools.islice(trainer.fit(entered), config.train.steps - 1):
-                pass  # the last step would be followed by a checkpoint
+                pass  # stops before the last step, which a checkpoint would follow
         trainer.close()
         kept = entered.write(folder, runtime)
         assert kept is not None
@@ -115,7 +115,7 @@ def accounts(config: RunConfig) -> Account:
 
 
 def lines(found: dict[str, list[Account]], steps: int) -> list[dict[str, Any]]:
-    """A line for each axis of each phase, from the accounts of all ranks."""
+    """Returns a line for each axis of each phase, from the accounts of all ranks."""
     rows = []
     for phase, ranks in found.items():
         for axis in phase.split("-"):

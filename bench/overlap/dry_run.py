@@ -1,5 +1,5 @@
-"""What the model's code does in a forward pass of some layers, without ranks and without memory: the model
-runs on the meta device, and the operators that would communicate are entered in place of running."""
+"""Records the operators of a forward pass of some layers without ranks and without memory: the model runs on
+the meta device, and operators that would communicate are recorded instead of run."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from pyruntime.llama import Llama, LlamaConfig
 from pyruntime.llama.model import ModelPart
 from pyruntime.nn.parameters import TensorGroup
 
-ATTENTION = ("pyruntime.llama.model.causal_attention", "pyruntime.llama.slices.causal_attention")
+ATTENTION = ("pyruntime.llama.block.causal_attention", "pyruntime.llama.slices.causal_attention")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One operator, in the order in which the thread that computes calls them."""
+    """One recorded operator, in the order in which the computing thread calls them."""
 
     name: str
     """begin_column, end_column, begin_row, end_row (whole linears are two of these), share_weight, attention
     or norm."""
     flight: int = -1
-    """Which begin belongs to which end."""
+    """Number that a begin shares with its end."""
     weight: int = -1
     flops: float = 0.0
-    """Of this rank's GEMM, or of attention, causal."""
+    """Operations of this rank's GEMM, or of causal attention."""
     bytes: float = 0.0
-    """Of all rows that are gathered or scattered; of a norm, what a pass over its rows reads or writes."""
+    """Bytes of all gathered or scattered rows; for a norm, of one pass over its rows."""
     whole: bool = False
-    """Of a linear whose two steps are one operator, forward and backward."""
+    """Whether the two steps of this linear are one operator, forward and backward."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -44,11 +44,13 @@ class _Recorder(TorchDispatchMode):
         self.calls: list[Call] = []
         self._ranks = ranks
         self._numbers: dict[int, int] = {}
-        self._marks: dict[int, tuple[Tensor, int]] = {}  # what stands behind the tensor between two steps
+        self._marks: dict[
+            int, tuple[Tensor, int]
+        ] = {}  # number of a mark: the tensor it stands for, its rows
         self._alive: list[Tensor] = []
 
     def number(self, tensor: Tensor) -> int:
-        """Of its memory."""
+        """Returns the number of the tensor's memory."""
         self._alive.append(tensor)
         return self._numbers.setdefault(tensor.untyped_storage()._cdata, len(self._numbers))
 
@@ -128,8 +130,7 @@ class _Recorder(TorchDispatchMode):
 def calls_of(
     config: LlamaConfig, layers: int, ranks: int, seq: int, slices: int, keep_gathered: bool | None = None
 ) -> list[Call]:
-    """Of one forward pass of one sequence through `layers` layers, bf16, over `ranks` ranks of tensor
-    parallelism."""
+    """Returns the calls of a forward pass of one sequence, bf16, `layers` layers, `ranks` ranks of tp."""
     group = TensorGroup("dry run", 0, ranks)
     part = ModelPart(tuple(range(layers)), embed=False, head=False)
     kept = None if slices > 1 else keep_gathered
@@ -154,7 +155,7 @@ def calls_of(
     with contextlib.ExitStack() as stack:
         for place in ATTENTION:
             stack.enter_context(mock.patch(place, attention))
-        # There is no autocast of meta tensors to ask about.
+        # torch refuses to say whether autocast is on for meta tensors.
         stack.enter_context(mock.patch("torch.is_autocast_enabled", lambda device: False))
         stack.enter_context(recorder)
         x = torch.empty(seq // ranks, config.hidden_size, dtype=torch.bfloat16, device="meta")
@@ -163,5 +164,5 @@ def calls_of(
 
 
 def backward(calls: list[Call]) -> Iterator[Call]:
-    """In autograd's order: nodes by their sequence numbers, the last made first."""
+    """Yields the calls in autograd's order: by sequence number, the last one first."""
     return reversed(calls)

@@ -1,9 +1,9 @@
-"""Weight gradients at their old place, and under the waits of the backward pass, in one run.
+"""Compares weight gradients computed in place and during waits of the backward pass, in one run.
 
     python -m bench.netlab --hosts 2 --ranks-per-host 1 --rate 160mbit -- python -m bench.overlap.filler
 
-A shape is mlp:MxHxI, as bench/linear takes it; `--blocks` of them follow each other. Every rank's gradients
-are compared bit by bit before they are timed."""
+A shape is mlp:MxHxI, as in bench/linear; `--blocks` of them follow each other. Every rank's gradients are
+compared bit by bit before the timing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOW = """\
 Seconds of the slowest rank, medians over rounds in shuffled order; forward and backward.
   T_g      the GEMMs of a rank alone, torch.mm
   T_c      the collectives alone: gloo's or pyruntime's, whichever is faster
-  in place gradients asked for by torch.autograd.grad(), which none may come after
+  in place gradients of torch.autograd.grad(), which must be complete when it returns
   filled   gradients of backward()
   R = T / max(T_g, T_c); waits: share of rank 0's time"""
 
@@ -62,7 +62,7 @@ def main() -> None:
         blocks = Blocks(case, args.blocks, runtime.tp.mesh)
         one, other = blocks.run("in place"), blocks.run("filled")
         if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
-            raise SystemExit("Gradients that come later have other bits.")
+            raise SystemExit("Gradients that are computed later have other bits.")
         gemms = bare_gemms(case, Operands.random(case, seed=1), runtime.tp.mesh, backward=True)
         alone = collectives(case, runtime.tp.mesh, backward=True)
         blocks.waited = dict.fromkeys(blocks.waited, 0.0)

@@ -1,12 +1,13 @@
-"""Meshes of 4D tensor parallelism on as many ranks: bytes over each axis beside the formulas, and steps
-against their limits.
+"""Measures meshes of 4D tensor parallelism on the same ranks: bytes over each axis beside the formulas, and
+steps against their limits.
 
     python -m bench.netlab --hosts 4 --ranks-per-host 1 --rate 1gbit -- \\
         python -m bench.overlap.grid [--meshes 2x2x1 1x1x4] [--rounds 5] [--json FILE]
 
-A mesh is x, y and z (docs/explanation/primitives.md). Bytes are what a rank has read from its peers, by the
-transport's counters, for one layer in one step: half the difference of models of 3 layers and of 1, and of
-runs of several steps and of one. A step is one micro-batch for each rank of z: forward, backward, update.
+A mesh is x, y and z (docs/explanation/primitives.md). Bytes are those that a rank reads from its peers for
+one layer in one step, by the transport's counters: half the difference between models of 3 layers and of 1,
+and between runs of several steps and of one. A step is one micro-batch for each rank of z: forward, backward,
+update.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ from pyruntime.train.planned import of_llama
 MESHES = ("2x2x1", "1x2x2", "2x1x2", "4x1x1", "1x1x4")
 LAYERS = (1, 3)
 COUNTED = 2
-"""Steps whose bytes are counted, after a first one."""
+"""Steps after the first whose bytes are counted."""
 ALONE, OURS = "alone", "ours"
 HOW = """\
-MB of a layer and step: fp32, {hidden} features, a sequence of {seq} tokens for each rank of z; by the rank
-that reads most, and by `bytes_of_step`, which leaves out what norms exchange.
+MB of a layer and step: fp32, {hidden} features, a sequence of {seq} tokens for each rank of z; of the rank
+that reads most, and by `bytes_of_step`, which leaves out the exchanges of norms.
 
-Step: {shape} in bf16, a sequence of {tokens} tokens for each rank of z, clipped; the slowest rank's, medians
+Step: {shape} in bf16, a sequence of {tokens} tokens for each rank of z, clipped; of the slowest rank, medians
 of {rounds} rounds in which all lines take turns. T_g: every rank trains the whole model alone at the same
-time, and its seconds are divided by x y. T_c: as many bytes as ours sends, both ways, with nothing else to
-do. R = step / max(T_g, T_c). Loaded: T_g while as many bytes pass unrelated, and nobody waits for them before
+time; its seconds are divided by x y. T_c: the time to send as many bytes as ours, both ways, without
+computation. R = step / max(T_g, T_c). Loaded: T_g while as many bytes pass unrelated and are awaited only at
 the end. Waits: share of a step, by the ledger."""
 AXES = ("x", "y", "z")
 
@@ -64,13 +65,13 @@ def config_of(layers: int, hidden: int) -> LlamaConfig:
 
 
 def counters(runtime: Runtime) -> list[int]:
-    """Bytes read over x, y and z until now."""
+    """Returns the bytes read over x, y and z until now."""
     over_y = 0 if runtime.tp_y.mesh is None else comm.stats(runtime.tp_y).bytes
     return [comm.stats(runtime.tp).bytes, over_y, comm.bytes_read("dp")]
 
 
 def step_of(runtime: Runtime, config: LlamaConfig, seq: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A step of a model of that shape, and what ends it."""
+    """Returns a step of a model of that shape, and a function that ends it."""
     model = Llama(config, runtime.tp_grid)
     handle = pyruntime.shard(model, runtime.dp, stage=3, bucket_bytes=64 << 10)
     optimizer = handle.adamw(max_norm=1.0)
@@ -85,7 +86,7 @@ def step_of(runtime: Runtime, config: LlamaConfig, seq: int) -> tuple[Callable[[
 
 
 def measured(runtime: Runtime, hidden: int, seq: int) -> list[float]:
-    """Bytes that this rank reads for a layer over each axis."""
+    """Returns the bytes that this rank reads for a layer over each axis."""
     found: list[list[float]] = []
     for layers in LAYERS:
         few = run(runtime, config_of(layers, hidden), seq, 1)
@@ -96,17 +97,17 @@ def measured(runtime: Runtime, hidden: int, seq: int) -> list[float]:
 
 
 def run(runtime: Runtime, config: LlamaConfig, seq: int, steps: int) -> list[int]:
-    """Bytes of so many steps of a new model, from its beginning to its end."""
+    """Returns the bytes of `steps` steps of a new model, from its creation to its end."""
     before = counters(runtime)
     step, close = step_of(runtime, config, seq)
     for _ in range(steps):
         step()
-    close()  # what steps have begun has come
+    close()  # waits for the transfers that steps have begun
     return [now - then for now, then in zip(counters(runtime), before, strict=True)]
 
 
 def limits(runtime: Runtime, shape: Shape, one: DeviceMesh, inside: int, rounds: int) -> dict[str, Any]:
-    """Of a step of that shape. one: this rank alone; inside: x y."""
+    """Measures a step of that shape and its limits. one: this rank alone; inside: x y."""
     torch.manual_seed(runtime.coordinate.dp)
     ids, labels = (torch.randint(shape.vocab, (shape.micro_batch, shape.seq)) for _ in range(2))
     alone = ours_alone(shape, torch.bfloat16, one, CLIP)
@@ -121,7 +122,7 @@ def limits(runtime: Runtime, shape: Shape, one: DeviceMesh, inside: int, rounds:
 
 
 def expected(sizes: tuple[int, ...], hidden: int, seq: int, per_host: int) -> list[float]:
-    """By the formulas."""
+    """Returns the bytes over each axis by the formulas."""
     x, y, z = sizes
     cluster = Cluster.of_ranks(per_host)
     of_layers = []
@@ -136,9 +137,9 @@ def expected(sizes: tuple[int, ...], hidden: int, seq: int, per_host: int) -> li
 def main() -> None:
     parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--meshes", nargs="+", default=list(MESHES))
-    parser.add_argument("--hidden-size", type=int, default=512, help="where bytes are counted; default 512")
+    parser.add_argument("--hidden-size", type=int, default=512, help="features for the bytes; default 512")
     parser.add_argument("--seq", type=int, default=256, help="likewise; default 256")
-    parser.add_argument("--shape", choices=SHAPES, default="dim1024", help="of the steps; default dim1024")
+    parser.add_argument("--shape", choices=SHAPES, default="dim1024", help="shape of a step; default dim1024")
     args = parser.parse_args()
     torch.set_num_threads(1)
     pyruntime.keep_freed_memory()

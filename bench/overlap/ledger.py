@@ -1,13 +1,12 @@
-"""What a ledger costs a training step, and whether its bytes are those of the network's interface.
+"""Measures what a ledger costs a training step, and compares its bytes with the network interface's.
 
     python -m torch.distributed.run --nproc-per-node 2 -m bench.overlap.ledger [--axis tp] [--json FILE]
     python -m bench.netlab --hosts 2 --ranks-per-host 1 --rate 1gbit -- \\
         python -m bench.overlap.ledger --axis dp
 
-Steps with and without a ledger take turns, each after one that is not counted. What was entered is
-taken within the step's time, as a run takes it after every step. Between hosts (netlab gives each rank a host
-and an interface of its own) the bytes that left through the interface are compared with those that the ledger
-says were sent.
+Steps with and without a ledger take turns, each after one that is not counted. Reading the ledger's entries
+counts in the step's time, as in a run. Between hosts (netlab gives each rank its own host and interface) the
+bytes that left through the interface are compared with the ledger's sent bytes.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from pyruntime.overlap import Stretch, table, total
 
 PERCENTILES = (5, 10, 25, 50)
 HOW = """\
-Seconds of a training step (forward, backward, clipping, AdamW, zero 1, bf16), of the slowest rank, medians
-over {rounds} rounds in which steps with and without a ledger take turns. "Cost" is the median of the ratios
-within a round, less 1, and +- half the interquartile range. Beside it the same of the seconds for which a
-processor ran rank 0's thread, at percentiles of all rounds: in the low ones least came between."""
+Seconds of a training step (forward, backward, clipping, AdamW, zero 1, bf16) on the slowest rank, medians
+over {rounds} rounds in which steps with and without a ledger take turns. "Cost": the median of the ratios
+within a round, minus 1, +- half the interquartile range. Beside it the processor time of rank 0's thread, at
+percentiles of all rounds; low percentiles are the least disturbed."""
 
 
 def main() -> None:

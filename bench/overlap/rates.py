@@ -1,16 +1,16 @@
-"""What is exposed at which rate: one table of rate x axis x limit / loaded limit / ours / peers.
+"""Measures exposed communication by link rate: a table of rate x axis x limit / loaded limit / ours / peers.
 
     python -m bench.overlap.rates [--axes mlp tp tp-slices ...] [--ratios 0.3 0.7 1 3] [--json FILE]
     python -m bench.overlap.rates --axes ring --hosts 4
 
-mlp is the MLP of a Llama block, forward and backward; tp, cp, zero1 and zero3 are training steps of a Llama
-of 4 layers of 1024, every one of which is clipped; tp-slices cuts sequences into two causal slices, and
-zero1-free and zero3-free clip no step; ring is attention over 8192 tokens. Of each axis a first run says how
-long a rank computes (T_g) and how many bytes it sends; from these follows the rate at which T_c / T_g is each
-ratio, and that axis's benchmark runs on bench.netlab with links of that rate. Prints a table in Markdown.
+mlp is the MLP of a Llama block, forward and backward. tp, cp, zero1 and zero3 are training steps of a Llama
+of 4 layers of 1024, all of them clipped. tp-slices cuts sequences into two causal slices; zero1-free and
+zero3-free clip no step; ring is attention over 8192 tokens. For each axis a first run measures how long a
+rank computes (T_g) and how many bytes it sends. From these follows the link rate for each ratio T_c / T_g,
+and the axis's benchmark runs on bench.netlab at that rate. Prints a table in Markdown.
 
-Whatever was measured is in the JSON file at once, every round of it. Rows that the file has are not measured
-again: after an interruption the same command goes on, and to measure anew another file is named.
+Every round is written to the JSON file at once. Rows that the file has are not measured again: after an
+interruption the same command continues; name another file to measure again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from bench.common.records import write_records
 from bench.netlab.plan import FASTEST, SLOWEST
 
 RESULT = "bench/results/overlap/rates.json"
-FIRST_RATE = "1gbit"  # of the run that finds T_g and the bytes
+FIRST_RATE = "1gbit"  # of the run that measures T_g and the bytes
 LEAST_ROUNDS = 3
-WIRE_BYTES = 1514 / 1448  # for one that the interface counts: it sees packets, and the link frames
+WIRE_BYTES = 1514 / 1448  # per byte that the interface counts: it sees packets, the link sends frames
 PEERS = ("DDP", "FSDP2 zero 2", "FSDP2 zero 3", "DTensor")
 HEAD = ["axis", "rate", "T_c / T_g", "alone", "loaded", "ours", "ours / loaded", "R", "waits", *PEERS]
 DATA_PARALLEL = '--peers DDP "FSDP2 zero 2" "FSDP2 zero 3"'
@@ -42,11 +42,11 @@ class Axis:
     module: str
     arguments: str
     tiny: str
-    """Arguments of a run that only shows that all of it works."""
+    """Arguments of a run that only shows that everything works."""
     ours: str
-    """What the module calls our contender."""
+    """The module's name of our contender."""
     peers: str = ""
-    """Arguments that ask for peers; without them it measures none, or always the same."""
+    """Arguments that choose peers; without them it measures none, or always the same ones."""
 
 
 AXES = {
@@ -91,19 +91,18 @@ AXES = {
 }
 
 Run = dict[str, Any]
-"""What a benchmark wrote, and "command"."""
+"""The JSON that a benchmark wrote, with "command"."""
 
 
 def limits_of(axis: str, found: Run) -> dict[str, Any]:
-    """Of our contender in the last result, which for linears is that of forward and backward."""
+    """Returns the limits of our contender in the last result, which for linears is forward and backward."""
     return found["results"][-1]["limits"][AXES[axis].ours]
 
 
 def rate_of(ratio: float, computing_s: float, nbytes: float) -> str:
-    """As netlab takes it: that at which `nbytes`, as the interface counts them, take `ratio` times as long as
-    computing.
+    """Returns the rate at which `nbytes` of the interface take `ratio` times as long as computing.
 
-    Raises ValueError where a link cannot be held to it."""
+    Raises ValueError if netlab has no such rate."""
     rate = 8 * nbytes * WIRE_BYTES / (ratio * computing_s)
     if not SLOWEST <= rate <= FASTEST:
         raise ValueError(
@@ -115,7 +114,7 @@ def rate_of(ratio: float, computing_s: float, nbytes: float) -> str:
 
 
 def rounds_of(ratio: float, rounds: int) -> int:
-    """Fewer where a turn takes longer."""
+    """Returns the number of rounds, fewer if a turn takes longer."""
     return max(min(rounds, LEAST_ROUNDS), round(rounds / max(1.0, ratio)))
 
 
@@ -132,8 +131,7 @@ class Kept:
         return cls(path, {"first": [], "rows": [], **runs})
 
     def take(self, kind: str, of: Mapping[str, Any], command: Sequence[str]) -> Run:
-        """What `command` wrote: now, or when it was measured for the same before. A run for the same by
-        another command is replaced."""
+        """Returns the stored JSON of the run `of`; measures it if there is none of this `command`."""
         kept = self.runs[kind]
         same = [each for each in kept if of.items() <= each.items()]
         for each in same:
@@ -146,7 +144,7 @@ class Kept:
 
 
 def measure(axis: str, ratios: Sequence[float], hosts: int, rounds: int, kept: Kept, *, tiny: bool) -> None:
-    """The rows of one axis that the file does not have. Raises ValueError for a ratio that no link gives."""
+    """Measures the rows of one axis that the file lacks. Raises ValueError for a ratio that no link gives."""
     what = AXES[axis]
     arguments = shlex.split(what.tiny if tiny else what.arguments)
     peers = shlex.split(what.peers)
@@ -160,7 +158,7 @@ def measure(axis: str, ratios: Sequence[float], hosts: int, rounds: int, kept: K
 
 
 def cells(row: Run) -> list[str]:
-    """A line of the table."""
+    """Returns a line of the table."""
     result = row["results"][-1]
     limits = limits_of(row["axis"], row)
 
@@ -185,7 +183,7 @@ def cells(row: Run) -> list[str]:
 
 
 def table(rows: Sequence[Run]) -> str:
-    """In Markdown: milliseconds, a figure with half its interquartile range."""
+    """Returns a Markdown table in milliseconds, each figure with half its interquartile range."""
     order = list(AXES)
     ordered = sorted(rows, key=lambda row: (row["hosts"], order.index(row["axis"]), row["ratio"]))
     lines = [HEAD, ["---"] * len(HEAD), *map(cells, ordered)]
@@ -205,7 +203,7 @@ def arguments() -> argparse.Namespace:
         "--ratios", nargs="+", type=positive, default=[0.3, 0.7, 1.0, 3.0], help="default: 0.3 0.7 1 3"
     )
     parser.add_argument("--hosts", type=int, default=2, help="default %(default)s")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes: shows that all runs")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes: shows that everything runs")
     parser.set_defaults(json=RESULT)
     args = parser.parse_args()
     if args.hosts < 2:

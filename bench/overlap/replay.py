@@ -1,11 +1,11 @@
-"""The model of a layer's exposed communication, replayed with the schedule that the code runs.
+"""Models a layer's exposed communication by replaying the schedule that the code runs.
 
     python -m bench.overlap.replay
 
-Two resources, the thread of a device that computes and one link; nothing contends, small GEMMs lose nothing.
-What is computed and sent in which order comes from a dry run of the model's code (dry_run.py), for 8192
-tokens in bf16; what others do, and no overlap, are closed forms. Exposed: the device waits for rows. A last
-table has the shape of bench.overlap.rates on two hosts: what no machine can better in this order.
+The model has two resources, a device's computing thread and one link. Nothing contends, and small GEMMs lose
+no speed. A dry run of the model's code (dry_run.py) gives the order of computation and transfers, for 8192
+tokens in bf16; other frameworks and no overlap are closed forms. Exposed: the device waits for rows. The last
+table, with the shape of bench.overlap.rates on two hosts, is the limit of any machine with this order.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from bench.overlap.dry_run import Call, backward, calls_of
 from pyruntime.llama.presets import preset
 
 FILLS_WAITS = False
-"""Whether the row "ours" multiplies weight gradients under waits. CPU ranks of several hosts do;
-devices do not yet."""
+"""Whether "ours" computes weight gradients during waits: CPU ranks of several hosts do, devices not yet."""
 SEQ = 8192
 GEMM = 650e12
-"""Operations/s of GEMMs; attention, counted causal, runs at half of it."""
+"""Operations/s of GEMMs; attention, with causal operations counted, runs at half of it."""
 MEMORY, SUMS = 3.0e12, 2.8e12
-"""Bytes/s of norms, and of torchtitan's sum of what has come."""
+"""Bytes/s of norms, and of torchtitan's sum of received parts."""
 DATA_PARALLEL = 45e9
 """Bytes/s of a rank between hosts, for gradients and weights."""
 LATENCY = 10e-6
-"""Seconds of a chunk between hosts, which decides their number as csrc/transport/ring/cost.h does."""
+"""Latency of a chunk between hosts in seconds; the number of chunks follows as in
+csrc/transport/ring/cost.h."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Case:
     between_hosts: bool = False
     seq: int = SEQ
     chunk_bytes: int = 0
-    """Between hosts; 0: as LATENCY decides."""
+    """Bytes of a chunk between hosts; 0: follows from LATENCY."""
 
 
 RATES = Case("dim1024", 2, float("inf"), True, seq=512, chunk_bytes=64 * 1024 * 2)
-"""Tensor parallelism in bench.overlap.rates, on a link that each ratio chooses."""
+"""Tensor parallelism in bench.overlap.rates, on a link whose rate follows from each ratio."""
 RATIOS = (0.3, 0.7, 1.0, 3.0)
 
 CASES = {
@@ -59,7 +59,7 @@ CASES = {
 
 @dataclass
 class Clock:
-    """One device and its link. Seconds; all ranks do the same at the same time."""
+    """One device and its link, in seconds; all ranks do the same at the same time."""
 
     case: Case
     fills: bool
@@ -67,9 +67,9 @@ class Clock:
     link_free: float = 0.0
     exposed: float = 0.0
     waiting_work: float = 0.0
-    """Seconds of weights' gradients that may be multiplied at any time."""
+    """Seconds of weight gradients that may be computed at any time."""
     come: dict[int, list[float]] = field(default_factory=dict)
-    """When the chunks of a flight have come."""
+    """Arrival times of a flight's chunks."""
 
     def compute(self, seconds: float) -> None:
         self.now += seconds
@@ -82,7 +82,7 @@ class Clock:
         self.now += gap
 
     def chunks(self, nbytes: float) -> int:
-        """Of the rows of all peers."""
+        """Returns the number of chunks of all peers' rows."""
         peers = self.case.ranks - 1
         if not self.case.between_hosts:
             return peers
@@ -91,18 +91,18 @@ class Clock:
         return peers * max(1, round((nbytes / self.case.ranks / self.case.bandwidth / LATENCY) ** 0.5))
 
     def send(self, flight: int, nbytes: float) -> None:
-        """A chunk, which comes to a peer as one of the same size comes from one."""
+        """Sends a chunk to a peer, while one of the same size arrives."""
         self.link_free = max(self.link_free, self.now) + nbytes / self.case.bandwidth
         self.come.setdefault(flight, []).append(self.link_free)
 
     def publish(self, flight: int, nbytes: float) -> None:
-        """This rank's rows of a gather whose operand is `nbytes`."""
+        """Publishes this rank's rows of a gather whose operand has `nbytes`."""
         count = self.chunks(nbytes)
         for _ in range(count):
             self.send(flight, nbytes * (1 - 1 / self.case.ranks) / count)
 
     def gemm_of_gathered(self, flight: int, seconds: float) -> None:
-        """The own rows first, the others' as they come."""
+        """Multiplies the own rows first, then the others' as they arrive."""
         self.compute(seconds / self.case.ranks)
         come = self.come.pop(flight)
         for moment in come:
@@ -110,7 +110,7 @@ class Clock:
             self.compute(seconds * (1 - 1 / self.case.ranks) / len(come))
 
     def gemm_to_scatter(self, flight: int, seconds: float, nbytes: float) -> None:
-        """The others' rows first, each chunk leaving as it is multiplied; the own rows last."""
+        """Multiplies the others' rows first, sending each finished chunk; the own rows last."""
         count = self.chunks(nbytes)
         for _ in range(count):
             self.compute(seconds * (1 - 1 / self.case.ranks) / count)
@@ -142,7 +142,7 @@ class Clock:
             self.compute(2 * call.bytes / MEMORY)  # read and written
 
     def do_backward(self, call: Call, products: dict[int, float]) -> None:
-        """products: seconds of each weight's gradient, of the slices whose turn has been."""
+        """Runs a call's backward. products: seconds of each weight's gradient for the finished slices."""
         seconds = call.flops / GEMM
         if call.name == "end_row":
             self.publish(call.flight, call.bytes)
@@ -169,7 +169,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Layer:
-    """Seconds of one layer: computed, and exposed."""
+    """Seconds of one layer: computing, and exposed."""
 
     forward: float
     backward: float
@@ -182,7 +182,7 @@ class Layer:
 
 
 def replay(case: Case, slices: int, fills: bool, layers: int = 8) -> Layer:
-    """One layer of `layers`, by the difference to half as many: ends are not a layer's."""
+    """Returns one layer of `layers`, from the difference to half as many, which removes the ends."""
     found = []
     for count in (layers // 2, layers):
         calls = calls_of(
@@ -205,8 +205,8 @@ def replay(case: Case, slices: int, fills: bool, layers: int = 8) -> Layer:
 
 
 def least(case: Case, ratio: float, slices: int, fills: bool) -> float:
-    """Seconds of a layer, forward and backward, over the longer of computing and transfers, on a link where
-    transfers take `ratio` times as long as computing: between hosts, where no rows are gathered twice."""
+    """Returns a layer's seconds, forward and backward, divided by the longer of computing and transfers.
+    Transfers take `ratio` times as long as computing; between hosts, where no rows are gathered twice."""
     free = replay(replace(case, bandwidth=float("inf")), 1, False)
     computed = free.forward + free.backward
     calls = calls_of(preset(case.model), 1, case.ranks, case.seq, 1, keep_gathered=True)
@@ -217,22 +217,22 @@ def least(case: Case, ratio: float, slices: int, fills: bool) -> float:
     return taken / max(computed, ratio * computed)
 
 
-# --- what others do: closed forms of one layer
+# --- other frameworks: closed forms of one layer
 
 
 @dataclass(frozen=True)
 class Linear:
-    """Of a layer, in seconds."""
+    """A linear of a layer, in seconds."""
 
     gemm: float
     transfer: float
     column: bool
     moved: float
-    """Bytes of all rows that travel."""
+    """Bytes of all rows that are sent."""
 
 
 def linears(case: Case) -> tuple[list[Linear], Layer]:
-    """And the layer without any transfer."""
+    """Returns the linears, and the layer without any transfer."""
     calls = calls_of(preset(case.model), 2, case.ranks, SEQ, 1, keep_gathered=True)
     calls = calls[: len(calls) // 2]
     seconds = (1 - 1 / case.ranks) / case.bandwidth
@@ -246,7 +246,7 @@ def linears(case: Case) -> tuple[list[Linear], Layer]:
 
 
 def alone(case: Case, each: Linear, gemm: float, transfer: float) -> float:
-    """Exposed, of a transfer by ranks under its own GEMM: the first or the last rank's part has none."""
+    """Returns the exposed part of a transfer, one part a rank, under its GEMM; one part has no cover."""
     return max(0.0, transfer - gemm * (1 - 1 / case.ranks))
 
 
@@ -263,8 +263,8 @@ def perfect_fusion(case: Case, each: Linear) -> tuple[float, float]:
 
 
 def transformer_engine(case: Case, each: Linear) -> tuple[float, float]:
-    """Gathers by ring exchange; scatters in 4 splits; a column linear's backward in bulk: the gather of X
-    under dX, the scatter of dX under dW."""
+    """Gathers by ring exchange, scatters in 4 splits, a column linear's backward in bulk: dX hides the gather
+    of X, dW hides the scatter of dX."""
     if each.column:
         return alone(case, each, each.gemm, each.transfer), 2 * max(0.0, each.transfer - each.gemm)
     splits = max(each.transfer / 4, each.transfer - 0.75 * each.gemm)
@@ -272,7 +272,7 @@ def transformer_engine(case: Case, each: Linear) -> tuple[float, float]:
 
 
 def torchtitan(case: Case, each: Linear) -> tuple[float, float]:
-    """One chunk a rank, and behind every scatter the sum of what has come."""
+    """One chunk a rank, and after every scatter the sum of the received parts."""
     forward, back = perfect_fusion(case, each)
     sums = each.moved * (1 + 1 / case.ranks) / SUMS
     return (forward, back + sums) if each.column else (forward + sums, back)
@@ -297,13 +297,13 @@ def other(case: Case, scheme: str) -> Layer:
 
 
 def data_parallel(case: Case, layer: Layer, layers: int, micro_batches: int, early: bool) -> float:
-    """Exposed share of a step with a reduce-scatter of every layer's gradients under the last backward pass,
-    and an all-gather of its weights under the next forward pass: bf16, many ranks, a link of its own. early:
-    weights return from the moment when their own gradient is reduced, and not behind the norm of all."""
+    """Returns the exposed share of a step. The last backward pass hides a reduce-scatter of every layer's
+    gradients, the next forward pass an all-gather of its weights: bf16, many ranks, a separate link. early:
+    weights return when their own gradient is reduced, not after the norm of all."""
     found, _ = linears(case)
     one = sum(each.gemm for each in found) * GEMM / (2 * SEQ) * 2 / DATA_PARALLEL  # seconds of a transfer
     back, forth = layer.backward + layer.exposed_backward, layer.forward + layer.exposed_forward
-    gradients = [one] * layers  # seconds that are left of each transfer
+    gradients = [one] * layers  # remaining seconds of each transfer
     weights = [one] * layers
 
     def carry(transfers: Sequence[tuple[list[float], int]], seconds: float) -> None:
@@ -312,7 +312,7 @@ def data_parallel(case: Case, layer: Layer, layers: int, micro_batches: int, ear
             left[index] -= carried
             seconds -= carried
 
-    for done in range(1, layers):  # the last layers' gradients are there first
+    for done in range(1, layers):  # the last layers' gradients are ready first
         there = range(layers - 1, layers - 1 - done, -1)
         reduced = [index for index in there if early and gradients[index] <= 0]
         carry([(gradients, index) for index in there] + [(weights, index) for index in reduced], back)

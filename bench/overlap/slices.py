@@ -1,9 +1,9 @@
-"""Training steps of a tensor-parallel Llama with whole sequences and with causal slices, in turns.
+"""Times training steps of a tensor-parallel Llama with whole sequences and with causal slices, in turns.
 
     python -m bench.netlab --hosts 2 --ranks-per-host 1 --rate 1gbit -- \\
         python -m bench.overlap.slices [--shape dim1024] [--slices 1 2 4] [--rounds 8] [--json FILE]
 
-Choose the rate so that what travels takes about as long as what is computed: waits are what is exposed.
+Choose a rate at which transfers take about as long as computing; waits are the exposed time.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from pyruntime.llama import Llama, LlamaConfig
 from pyruntime.overlap import Account
 
 HOW = """\
-Seconds of forward and backward of one micro-batch ({dtype}, no optimizer), the slowest rank's, medians over
-{rounds} rounds in which the lines take turns. What follows is by the ledger of one round before, of the
-thread that computes: waits for peers, computing, copying and summing, the rest; the least rank's, as waiting
-for a slower rank is not for a link. "Processor": seconds of it that one process uses for a step, all threads;
-on cores that others use too it says more than the clock."""
+Seconds of forward and backward of one micro-batch ({dtype}, no optimizer) on the slowest rank, medians over
+{rounds} rounds in which the lines take turns. The next columns are from the ledger of one earlier round, for
+the computing thread: waits for peers, computing, copying and summing, the rest; of the rank that waited
+least, as waiting for a slower rank is no wait for a link. "Processor": processor seconds of one process for a
+step, all threads; on shared cores it says more than the clock."""
 
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=8)
     parser.add_argument("--shape", choices=SHAPES, default="dim1024")
     parser.add_argument("--slices", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--layers", type=int, help="those of the shape where it is not given")
+    parser.add_argument("--layers", type=int, help="default: those of the shape")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     args = parser.parse_args()
     with started({"tp": -1}) as runtime:
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def parts(account: Account) -> list[float]:
-    """Seconds: of waits, computing, copying and summing, the rest."""
+    """Returns seconds of waits, computing, copying and summing, and the rest."""
     moving = account.copying_s + account.summing_s
     return [account.exposed_s, account.computing_s, moving, account.rest_s]
 

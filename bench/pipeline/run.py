@@ -1,10 +1,10 @@
-"""Pipeline schedules: forward and backward of m micro-batches over the stages of a Llama, next to ranks that
-run the whole model alone, to the simulation, and to torch.distributed.pipelining.
+"""Times pipeline schedules: forward and backward of m micro-batches over the stages of a Llama, next to ranks
+that run the whole model alone, to the simulation, and to torch.distributed.pipelining.
 
     torchrun --nproc-per-node 2 -m bench.pipeline.run [--json FILE] [--micro-batches 8] [--dtypes bf16 fp32]
     python -m bench.netlab --hosts 2 --ranks-per-host 1 --rate 1gbit -- python -m bench.pipeline.run ...
 
-The losses of all schedules are those of the whole model.
+The losses of all schedules must equal the whole model's.
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ KINDS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 1}
 PEERS = ("torch 1F1B", "torch interleaved", "torch zero bubble")
 
 HOW = """\
-Seconds of the slowest rank, forward and backward of all micro-batches, medians over {rounds} rounds; within
-a round every line takes one turn, in shuffled order, started together. Limit: every rank runs the whole
-model at once, for as many micro-batches, and its seconds are divided by the ranks (PyTorch's model for its
-own lines). "of limit" is limit / line. Bound: the limit and the schedule's bubble by its closed form with the
-stages' measured costs; simulated: the schedule's makespan with those costs, stage by stage."""
+Seconds of the slowest rank, forward and backward of all micro-batches, medians over {rounds} rounds. Within a
+round every line takes one turn, in shuffled order, started together on all ranks. Limit: all ranks run the
+whole model at the same time, with as many micro-batches; the seconds are divided by the number of ranks
+(PyTorch's model for its own lines). "of limit" is limit / line. Bound: the limit plus the schedule's bubble
+by its closed form, with the stages' measured costs. Simulated: the schedule's makespan with those costs,
+stage by stage."""
 
 Turn = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Line:
-    """One contender. Seconds but the ratios."""
+    """One contender's figures: seconds, except for the ratios."""
 
     name: str
     seconds: float
@@ -141,7 +142,7 @@ def pipelined(
 
 
 def costs_of(shape: Shape, stages: dict[int, LlamaStage], schedule: Schedule, group) -> Costs:
-    """Seconds of every stage's forward, input and weight gradients, while all ranks compute."""
+    """Measures the seconds of every stage's forward, input and weight gradients, while all ranks compute."""
     ids, labels = batches(shape, 1)
     own: dict[int, list[float]] = {}
     weights = WeightGradients(stages.values())
@@ -277,7 +278,7 @@ def measure(shape_name: str, dtype: str, args: argparse.Namespace, group) -> dic
 
 
 def bubble_of(schedule: Schedule, costs: Costs) -> float:
-    """Seconds of bubble by the closed form, with the mean costs of the stages; NaN where there is none."""
+    """Returns the bubble's seconds by the closed form, with the stages' mean costs; NaN without a form."""
     tables = (costs.forward, costs.backward_input, costs.backward_weight)
     means = (fmean(table[stage][0] for stage in range(schedule.stages)) for table in tables)
     found = closed_form_bubble(schedule, Costs(*means))
@@ -285,7 +286,7 @@ def bubble_of(schedule: Schedule, costs: Costs) -> float:
 
 
 def agree(name: str, found: float, wanted: float, dtype: str, group) -> None:
-    """Raises RuntimeError where the last stage's losses are not the whole model's."""
+    """Raises RuntimeError if the last stage's losses differ from the whole model's."""
     told = gather(group, "Gathering losses", found, float)
     if abs(sum(told) - wanted) > abs(wanted) * (2e-3 if dtype == "bf16" else 1e-5):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""One long sequence through a pipeline, whole and in slices: TeraPipe's prediction and what was measured.
+"""Times one long sequence through a pipeline, whole and in slices, beside TeraPipe's prediction.
 
 torchrun --nproc-per-node 2 -m bench.pipeline.terapipe [--json FILE] [--seq 2048] [--step 128]
 """
@@ -30,12 +30,12 @@ from pyruntime.plan.slice_cost import table as costs_table
 
 HOW = """\
 Seconds of the slowest rank, forward and backward of one sequence through {stages} stages of {layers} layers
-(no embedding, no head), medians over {rounds} interleaved rounds. Predicted: by the fitted costs, sum of a
-stage's slices plus (stages - 1) times the longest (arXiv 2102.07988, equation 5)."""
+(no embedding, no head), medians over {rounds} interleaved rounds. Predicted from the fitted costs: the sum
+over a stage's slices plus (stages - 1) times the longest (arXiv 2102.07988, equation 5)."""
 
 
 class Layers(nn.Module):
-    """Some layers as a stage of slices."""
+    """Some layers as a stage that takes slices."""
 
     def __init__(self, model: Llama, seqs: Sequence[int]):
         super().__init__()
@@ -51,7 +51,7 @@ class Layers(nn.Module):
 
 
 def turn(args: argparse.Namespace, config, lengths: Sequence[int], group):
-    """One step with slices of these lengths."""
+    """Returns one step with slices of these lengths."""
     dtype = DTYPES[args.dtype]
     numbers = tuple(range(1 + group.rank() * args.layers, 1 + (group.rank() + 1) * args.layers))
     stage = Layers(Llama(config, dtype=dtype, part=ModelPart(numbers, embed=False, head=False)), lengths)
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--preset", default="dim1024")
     parser.add_argument("--layers", type=int, default=2, help="of a stage")
     parser.add_argument("--seq", type=int, default=2048)
-    parser.add_argument("--step", type=int, default=128, help="slices are multiples of it")
+    parser.add_argument("--step", type=int, default=128, help="tokens that slice lengths are multiples of")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     args = parser.parse_args()
     with started({"pp": -1, "tp": 1}) as runtime:

@@ -1,4 +1,4 @@
-"""A schedule as it ran, and as it is simulated with the stages' measured costs, as pictures.
+"""Draws a schedule as it ran, and as simulated with the stages' measured costs.
 
 torchrun --nproc-per-node 2 -m bench.pipeline.trace --kind zb-h1 --plot docs/pictures
 """
@@ -21,7 +21,7 @@ from pyruntime.pipeline.executor import Pipeline
 
 
 class Traced(Pipeline):
-    """A pipeline that remembers when it did what, on a clock that is one for all ranks of a host."""
+    """A pipeline that records its actions' times, on a clock that all ranks of a host share."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -34,7 +34,7 @@ class Traced(Pipeline):
 
 
 def measured(schedule: Schedule, shape, dtype: torch.dtype, group) -> tuple[Timeline, Timeline]:
-    """As it ran, and as it is simulated; on every rank alike."""
+    """Returns the timelines as it ran and as simulated, the same on every rank."""
     stages = stages_of(shape, schedule, group.rank(), dtype)
     costs = costs_of(shape, stages, schedule, group)
     lines = shape.micro_batch * shape.seq
@@ -65,7 +65,7 @@ def measured(schedule: Schedule, shape, dtype: torch.dtype, group) -> tuple[Time
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument(
-        "--plot", required=True, metavar="FOLDER", help="for KIND-measured.png, KIND-simulated.png"
+        "--plot", required=True, metavar="FOLDER", help="folder for KIND-measured.png and KIND-simulated.png"
     )
     parser.add_argument("--kind", choices=KINDS, default="zb-h1")
     parser.add_argument("--shape", choices=SHAPES, default="dim1024")

@@ -1,7 +1,6 @@
-"""Megatron-LM's published runs beside what the planner says, and its closed forms for size and work of a GPT
-(arXiv 2104.04473).
+"""Compares the planner with Megatron-LM's published runs and closed forms for a GPT (arXiv 2104.04473).
 
-    python -m bench.planning.megatron
+python -m bench.planning.megatron
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Row:
     batch: int
     """Sequences of a step."""
     tflops: float
-    """10^12 operations/s that each GPU reached, by `flops_per_step`."""
+    """10^12 operations/s of each GPU, counted by `flops_per_step`."""
 
 
 TABLE_1 = (
@@ -44,27 +43,27 @@ TABLE_1 = (
     Row("gpt-1008b", 8, 64, 3072, 3072, 163),
 )
 FITTED_ON = (0, 9)
-"""The rows on which the one constant, the share of the peak that GEMMs reach, is fitted."""
+"""The rows used to fit the one constant, the share of the peak that GEMMs reach."""
 
 
 def parameters(layers: int, hidden: int, vocab: int, seq: int) -> float:
-    """12 l h^2 (1 + 13/(12 h) + (V + s)/(12 l h)): equation 2."""
+    """Returns 12 l h^2 (1 + 13/(12 h) + (V + s)/(12 l h)): equation 2."""
     return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocab + seq) / (12 * layers * hidden))
 
 
 def flops_per_step(batch: int, seq: int, layers: int, hidden: int, vocab: int) -> float:
-    """96 B s l h^2 (1 + s/(6 h) + V/(16 l h)), with all activations recomputed: equation 3."""
+    """Returns 96 B s l h^2 (1 + s/(6 h) + V/(16 l h)), with all activations recomputed: equation 3."""
     work = 96.0 * batch * seq * layers * hidden**2
     return work * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
 
 
 def training_seconds(tokens: float, parameters: float, gpus: int, flops: float) -> float:
-    """8 T P / (n X): equation 4. flops: operations/s of each GPU."""
+    """Returns 8 T P / (n X): equation 4. flops: operations/s of each GPU."""
     return 8 * tokens * parameters / (gpus * flops)
 
 
 def mesh_of(row: Row, micro_batch: int = 1) -> Mesh:
-    """With interleaved stages where they divide, as few on a rank as do."""
+    """Returns the mesh of a row, with interleaved stages if they divide, as few a rank as possible."""
     dp = row.gpus // (row.tp * row.pp)
     layers, micro_batches = find_model(row.model).layers, row.batch // dp // micro_batch
     fits = row.pp > 1 and micro_batches % row.pp == 0
@@ -83,9 +82,9 @@ def mesh_of(row: Row, micro_batch: int = 1) -> Mesh:
 
 
 def prediction(row: Row, efficiency: float) -> tuple[Mesh, float]:
-    """The mesh of that run with the best micro-batch, as they searched for it (section 3.4), and 10^12
-    operations/s of each GPU as the planner predicts them. Nothing overlaps but the pipeline's messages, as
-    in Megatron-LM then; attention computes what causality leaves out too."""
+    """Returns the mesh of that run with the best micro-batch (the paper searched for it, section 3.4), and
+    the predicted 10^12 operations/s of each GPU. Only the pipeline's messages overlap, as in Megatron-LM
+    then; attention also computes the masked half."""
     cluster = replace(find_cluster("selene"), efficiency=efficiency)
     model = find_model(row.model)
     job = Job(model, cluster, row.gpus, row.batch, SEQ, causal=False)
@@ -98,12 +97,12 @@ def prediction(row: Row, efficiency: float) -> tuple[Mesh, float]:
 
 
 def predicted_tflops(row: Row, efficiency: float) -> float:
-    """See `prediction`."""
+    """Returns the operations/s of `prediction`."""
     return prediction(row, efficiency)[1]
 
 
 def fitted_efficiency(rows: Sequence[Row]) -> float:
-    """The share of the peak at which the mean of predicted over published of these rows is 1."""
+    """Returns the share of the peak with which predicted over published is 1 on average over these rows."""
     low, high = 0.2, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -113,7 +112,7 @@ def fitted_efficiency(rows: Sequence[Row]) -> float:
 
 
 def comparison() -> str:
-    """Table 1 next to what the planner predicts after fitting one constant on two rows, in Markdown."""
+    """Returns table 1 in Markdown, next to predictions after fitting one constant on two rows."""
     efficiency = fitted_efficiency([TABLE_1[index] for index in FITTED_ON])
     lines = [
         f"Share of the peak that GEMMs reach, fitted on rows {', '.join(str(i + 1) for i in FITTED_ON)}: "

@@ -1,8 +1,8 @@
-"""The planner's memory of a rank next to what the trainer's ranks hold at most, over every mesh it runs here.
+"""Compares the planner's memory of a rank with the trainer's peak, over every mesh that it runs here.
 
     python -m bench.planning.memory [--ranks 1 2 4] [--shape dim1024] [--most 12] [--json FILE]
 
-No torchrun: every mesh is a run of the trainer of its own, with as many ranks.
+It is started without torchrun: every mesh is a separate run of the trainer.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.train.planned import TRAINER
 
 HOW = """\
-Measured: the largest resident memory (VmHWM, shared pages included) of a rank over {steps} steps, as the
-trainer writes it to metrics.jsonl. Predicted: the planner's formulas with the trainer's rules; what a
-process holds beside its model is measured once, with a model of {tiny:.1f} M parameters on one rank:
-{process:.0f} MB."""
+Measured: the largest resident memory (VmHWM, shared pages included) of a rank over {steps} steps, from the
+trainer's metrics.jsonl. Predicted: the planner's formulas with the trainer's rules, plus {process:.0f} MB for
+the process itself, measured once with a model of {tiny:.1f} M parameters on one rank."""
 
 
 def predicted(job: Job, mesh: Mesh, process: float) -> float:
-    """Bytes of the fullest rank."""
+    """Returns the predicted bytes of the fullest rank."""
     return max(memory_of_rank(job, mesh, rank, TRAINER, process).total for rank in range(mesh.pp))
 
 
 def process_bytes(steps: int) -> float:
-    """Resident bytes of a rank without its model."""
+    """Measures the resident bytes of a rank without its model."""
     job = job_of("tiny", find_cluster("dgx-h100"), 1, 1, 32)
     return train(job, Mesh(zero=0), steps).memory_bytes - predicted(job, Mesh(zero=0), 0.0)
 
@@ -45,8 +44,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step; default 8")
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--micro-batch", type=int, default=1)
-    parser.add_argument("--most", type=int, default=1000, help="meshes of a number of ranks; default all")
-    parser.add_argument("--skip", type=int, default=0, help="so many of these meshes, the first")
+    parser.add_argument("--most", type=int, default=1000, help="most meshes a number of ranks; default all")
+    parser.add_argument("--skip", type=int, default=0, help="number of these meshes to skip at the beginning")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument(
         "--recompute", choices=values(Recomputation), default="none", help="activation checkpointing"
@@ -84,7 +83,7 @@ def main() -> None:
                 },
                 "  ".join(rows[-1]),
             )
-            report.write(args.json)  # what there is, should a later run end this one
+            report.write(args.json)  # so that a later failure loses nothing
     print("\n" + table(["mesh", "measured MB", "predicted MB", "error"], rows))
     off = [abs(float(row[-1].rstrip("%"))) for row in rows]
     print(f"\n{sum(each <= 10 for each in off)} of {len(off)} within 10 %, the worst {max(off):.1f} %")

@@ -1,11 +1,11 @@
-"""The planner's step next to the trainer's, over every mesh it runs here.
+"""Compares the planner's step with the trainer's, over every mesh that it runs here.
 
     python -m bench.planning.time [--ranks 2 4] [--shape dim1024] [--most 12] [--json FILE]
     python -m bench.planning.time --ranks 2 --netlab "--hosts 2 --ranks-per-host 1 --rate 1gbit"
 
-No torchrun: every mesh is a run of the trainer of its own. Before, the machine is measured: its links,
-memory and attention by `python -m pyruntime plan --measure`, and the speed of GEMMs by as many runs of
-one rank at the same time as there will be ranks.
+It is started without torchrun: every mesh is a separate run of the trainer. First it measures the machine:
+links, memory and attention by `python -m pyruntime plan --measure`, and the speed of GEMMs by runs of one
+rank, as many at the same time as there will be ranks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.step import Predictor
 
 HOW = """\
-Measured: median of {steps} steps as the trainer writes them to metrics.jsonl, after two that warm up.
-Predicted: the planner with links, memory and attention as `plan --measure` found them under the same
-launcher, and with operations/s such that one rank alone, beside as many others as there are ranks, takes
-what it took: the median of runs before, after and between those of the meshes."""
+Measured: median of {steps} steps in the trainer's metrics.jsonl, after two that warm up. Predicted: the
+planner with links, memory and attention from `plan --measure` under the same launcher. Its operations/s are
+those with which one rank's step, beside as many others as there are ranks, takes its measured time: the
+median of runs before, between and after those of the meshes."""
 BETWEEN = 4
 """Meshes between two runs of one rank alone."""
 
@@ -41,14 +41,14 @@ def measured_cluster(ranks: int, netlab: list[str] | None, folder: Path) -> Clus
 
 
 def alone(job: Job, copies: int, steps: int) -> list[float]:
-    """Seconds of the steps of `job` on one rank, while `copies` of it run."""
+    """Returns the seconds of the steps of `job` on one rank, while `copies` of it run."""
     with ThreadPoolExecutor(copies) as pool:
         runs = pool.map(lambda _: train(job, Mesh(zero=0, micro_batch=1), steps).step_seconds, range(copies))
         return [seconds for run in runs for seconds in run]
 
 
 def predicted(job: Job, single: Job, took: float, measured: list[tuple[Mesh, float]]) -> list[dict[str, Any]]:
-    """What was measured, beside what the planner says where a step of `single` takes `took` seconds."""
+    """Returns measured steps beside the planner's, if a step of `single` takes `took` seconds."""
     cluster = fit_flops(single, took, sums_whole=True)
     predictor = Predictor(replace(job, cluster=cluster), sums_whole=True)
     found = []
@@ -76,11 +76,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="dim1024")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step; default 8")
     parser.add_argument("--seq", type=int, default=512)
-    parser.add_argument("--most", type=int, default=1000, help="meshes of a number of ranks; default all")
+    parser.add_argument("--most", type=int, default=1000, help="most meshes a number of ranks; default all")
     parser.add_argument("--only", nargs="+", metavar="MESH", help='such as "dp2 zero1 mb1"')
-    parser.add_argument("--grids", action="store_true", help="meshes of x, y and z alone")
+    parser.add_argument("--grids", action="store_true", help="only meshes of x, y and z")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a run; default 5")
-    parser.add_argument("--netlab", default="", help="options of bench/netlab, in place of torchrun")
+    parser.add_argument("--netlab", default="", help="options of bench/netlab, which replaces torchrun")
     return parser.parse_args()
 
 
@@ -99,7 +99,7 @@ def main() -> None:
         meshes = [mesh for mesh in all_meshes if not args.only or mesh.text() in args.only]
         if not meshes:
             known = ", ".join(mesh.text() for mesh in all_meshes)
-            print(f"--only {args.only}: none of them is a mesh of {ranks} ranks here; there are {known}.")
+            print(f"--only {args.only}: none of them is a mesh of {ranks} ranks here; choose from {known}.")
             continue
         for index, mesh in enumerate(meshes):
             if index % BETWEEN == 0:

@@ -1,5 +1,4 @@
-"""Runs of the trainer that the planner's figures are compared with: every mesh of a job that the trainer
-runs."""
+"""Runs the trainer on every mesh of a job that it supports, to compare the planner's figures with."""
 
 from __future__ import annotations
 
@@ -30,17 +29,17 @@ SHAPES = {
     "tiny": ModelShape("tiny", 4, 64, 4, 4, 16, 128, 256),
 }
 ENDS_S = 600.0
-"""A run that takes longer is ended."""
+"""Seconds after which a run is ended."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What the trainer's own metrics say of one run."""
+    """One run's figures from the trainer's metrics."""
 
     memory_bytes: int
-    """Most resident memory of a rank."""
+    """Peak resident memory of a rank."""
     step_seconds: tuple[float, ...]
-    """Of the steps after the first two, which also measure and allocate."""
+    """Seconds of the steps after the first two, which also measure and allocate."""
 
     @property
     def seconds(self) -> float:
@@ -60,9 +59,9 @@ def runnable(
     grids: bool = False,
     seed: int = 0,
 ) -> list[Mesh]:
-    """Meshes of `job` that the trainer runs with that micro-batch; at most so many of them, drawn by seed
-    but in order. recompute: those with that activation checkpointing. grids: those of
-    4D tensor parallelism alone, plain tensor parallelism among them."""
+    """Returns the meshes of `job` that the trainer runs with that micro-batch, at most `most`, drawn by seed
+    but in order. recompute: the activation checkpointing. grids: only 4D tensor parallelism, with plain
+    tensor parallelism as a special case."""
     asked = Asked(job)
     found = [
         mesh
@@ -79,8 +78,7 @@ def runnable(
 
 
 def launcher(ranks: int, netlab: list[str] | None) -> list[str]:
-    """What starts a module of this project on so many ranks: torchrun, or bench/netlab with these
-    options."""
+    """Returns the command that starts `ranks` ranks of a module: torchrun, or bench/netlab with options."""
     if netlab is None:
         starter = ["torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     else:
@@ -89,7 +87,7 @@ def launcher(ranks: int, netlab: list[str] | None) -> list[str]:
 
 
 def run(command: list[str]) -> None:
-    """One thread a rank. Raises RuntimeError with the end of its output where it fails."""
+    """Runs a command with one thread a rank. Raises RuntimeError with the end of its output if it fails."""
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -111,7 +109,7 @@ def run(command: list[str]) -> None:
 
 
 def train(job: Job, mesh: Mesh, steps: int, netlab: list[str] | None = None) -> Run:
-    """Trains `steps` steps on this machine. Raises RuntimeError where that fails."""
+    """Trains `steps` steps on this machine. Raises RuntimeError if that fails."""
     with tempfile.TemporaryDirectory() as folder:
         file, run_dir = Path(folder) / "run.toml", Path(folder) / "run"
         file.write_text(toml(job, mesh))
@@ -136,8 +134,8 @@ def train(job: Job, mesh: Mesh, steps: int, netlab: list[str] | None = None) -> 
 
 
 def fit_flops(job: Job, seconds: float, *, sums_whole: bool = False) -> Cluster:
-    """The cluster of `job` with the GEMM operations/s at which a step of one rank alone takes `seconds`;
-    all else, attention too, stays as it is. sums_whole: see `Predictor`."""
+    """Returns the cluster of `job` with the GEMM operations/s at which a step of one rank alone takes
+    `seconds`; all else, attention too, is unchanged. sums_whole: see `Predictor`."""
     cluster = job.cluster
     low, high = cluster.peak_flops / 100, cluster.peak_flops * 100
     for _ in range(60):

@@ -1,10 +1,10 @@
-"""Forward and backward pass of a Llama with each kind of activation checkpointing, and with torch.compile
+"""Times forward and backward of a Llama with each kind of activation checkpointing, and with torch.compile
 between its linears: 4 layers of 1024, 512 tokens, bf16, one rank of one thread.
 
     python -m bench.training.activations [--rounds 9] [--json FILE]
 
-Milliseconds, medians over the rounds; within a round each line takes one turn, in shuffled order. "Of none"
-is the median of a round's ratios.
+Milliseconds, medians over the rounds; within a round each line takes one turn, in shuffled order. "Of none":
+the median of the ratios within a round.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""AdamW on one core: bytes a second, next to a plain copy and to PyTorch's fused AdamW.
+"""Times AdamW on one core, in bytes a second, next to a plain copy and to PyTorch's fused AdamW.
 
     python -m bench.training.adamw [--json FILE] [--elements 30000000]
 
-Bytes counted: each array that a step reads or writes, once a direction (fp32: weight, both moments read and
-written, gradient read, 28 bytes an element; bf16 weight and gradient with fp32 master: 30). A copy reads and
+Each array that a step reads or writes counts once a direction: 28 bytes an element in fp32 (weight and both
+moments read and written, gradient read), 30 for bf16 weight and gradient with fp32 master. A copy reads and
 writes.
 """
 
@@ -31,7 +31,7 @@ def ours(elements: int, dtype: torch.dtype) -> Contender:
         adamw_([weight], [gradient], [first], [second], masters, beta1=0.9, beta2=0.95, step=step, **SETTINGS)
 
     width = weight.element_size()
-    # A low-precision weight is written only: its master is what is read.
+    # A low-precision weight is only written: its master is read.
     return run, elements * (16 + width + (8 + width if masters else 8))
 
 

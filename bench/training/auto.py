@@ -1,4 +1,4 @@
-"""A model of transformers cut by plan "auto", beside our own Llama and what else cuts such a model.
+"""Times a model of transformers cut by plan "auto", beside our Llama and other libraries that cut models.
 
     python -m torch.distributed.run --nproc-per-node 2 -m bench.training.auto [--json FILE]
     python -m bench.netlab --hosts 2 --ranks-per-host 1 --rate 1gbit -- python -m bench.training.auto
@@ -41,17 +41,17 @@ PEERS = (THEIRS, COMPILED)
 Step = Callable[[], Tensor]
 
 HOW = """\
-Seconds of a forward and backward pass of one micro-batch, of the slowest rank, medians over {rounds} rounds;
-within a round every line takes one turn, in shuffled order, started together, on the same tokens. "Of auto":
-a line's seconds over those of plan "auto", the median over rounds. Without attention: sums in its place, in
-both alike, because our Llama has an attention kernel of its own; norms, rotations and activations are those
-of each. "Alone": every rank runs the whole model at the same time and nothing is exchanged; "of its limit":
-that, divided by the ranks, over a line's seconds. "{compiled}": a plain Llama of that shape, cut as
-torchtitan does, by torch.compile. Losses of models with the same weights agree."""
+Seconds of forward and backward of one micro-batch on the slowest rank, medians over {rounds} rounds. Within a
+round every line takes one turn, in shuffled order, started together on all ranks, on the same tokens. "Of
+auto": a line's seconds divided by those of plan "auto", median over rounds. Without attention: sums replace
+it in both, because our Llama has its own attention kernel; norms, rotations and activations stay each model's
+own. "Alone": every rank runs the whole model at the same time and nothing is exchanged. "Of its limit": that
+time divided by the number of ranks and by the line's seconds. "{compiled}": a plain Llama of that shape, cut
+as in torchtitan, under torch.compile. Losses of models with the same weights agree."""
 
 
 def hf_model(kind: str, shape: Shape, dtype: torch.dtype, attention: str = "sdpa") -> nn.Module:
-    """With the plain model's weights; of Qwen3 norms of q and k are added."""
+    """Returns a model with the plain model's weights; Qwen3 adds norms of q and k."""
     config_class = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}[kind]
     config = config_class(
         vocab_size=shape.vocab,
@@ -76,7 +76,7 @@ def hf_model(kind: str, shape: Shape, dtype: torch.dtype, attention: str = "sdpa
 
 
 def hf_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The plain model's state dict under the names of transformers."""
+    """Returns the plain model's state dict under the names of transformers."""
     modules = {
         "blocks.": "model.layers.",
         "embedding.": "model.embed_tokens.",
@@ -92,7 +92,7 @@ def hf_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def no_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-    """Of q, k and v [B, H or G, S, d] sums [B, H, S, d]: what reads all of them and costs next to nothing."""
+    """Returns sums [B, H, S, d] that read all of q, k, v [B, H or G, S, d] and cost next to nothing."""
     batch, heads, seq, dim = q.shape
     return (q.view(batch, k.shape[1], -1, seq, dim) + (k + v).unsqueeze(2)).view(batch, heads, seq, dim)
 
@@ -125,7 +125,7 @@ def our_step(shape: Shape, dtype: torch.dtype, tp: DeviceMesh, ids: Tensor, atte
     if not attention:
 
         def context() -> Any:
-            return mock.patch("pyruntime.llama.model.causal_attention", no_attention)
+            return mock.patch("pyruntime.llama.block.causal_attention", no_attention)
 
     def step() -> Tensor:
         model.zero_grad(set_to_none=True)
@@ -154,16 +154,16 @@ def compiled_step(shape: Shape, dtype: torch.dtype, tp: DeviceMesh, ids: Tensor)
 
 
 def next_tokens(ids: Tensor) -> Tensor:
-    """Labels as our Llama and cross_entropy take them: the last position has none."""
+    """Returns labels for our Llama and cross_entropy; the last position has none."""
     return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
 
 
 def theirs(kind: str, shape: Shape, dtype: torch.dtype) -> nn.Module:
-    """transformers cuts it as it loads it, from rank 0's folder, which every host sees."""
+    """Loads a model that transformers cuts while loading, from rank 0's folder, which every host sees."""
     plan = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
     with tempfile.TemporaryDirectory() as own:
         folder = gather(dist.group.WORLD, "Telling the folder", own, str)[0]
-        hf_model(kind, shape, dtype).save_pretrained(folder)  # rank 0 alone writes
+        hf_model(kind, shape, dtype).save_pretrained(folder)  # only rank 0 writes
         dist.barrier()
         model_class = transformers.AutoModelForCausalLM
         model = model_class.from_pretrained(folder, dtype=dtype, distributed_config=plan)
@@ -174,7 +174,7 @@ def theirs(kind: str, shape: Shape, dtype: torch.dtype) -> nn.Module:
 def measure(
     kind: str, shape_name: str, dtype: str, args: argparse.Namespace, tp: DeviceMesh, one: DeviceMesh
 ) -> dict[str, Any]:
-    """tp: all ranks; one: this rank alone."""
+    """Measures one model. tp: all ranks; one: this rank alone."""
     shape, torch_dtype = SHAPES[shape_name], DTYPES[dtype]
     draw = torch.Generator().manual_seed(SEED)
     ids = torch.randint(shape.vocab, (shape.micro_batch, shape.seq), generator=draw)

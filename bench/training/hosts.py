@@ -1,9 +1,9 @@
-"""A tensor-parallel training step between hosts: against its limits, and PyTorch's DTensor in turns with it.
+"""Times a tensor-parallel training step between hosts against its limits, in turns with PyTorch's DTensor.
 
     python -m bench.netlab --hosts 2 --ranks-per-host 1 --rate 400mbit -- \\
         python -m bench.training.hosts [--json FILE] [--shapes dim1024] [--dtypes bf16] [--slices 2]
 
-bench.training.run measures the same on one host, where every contender has processes of its own.
+bench.training.run measures the same on one host, with separate processes for every contender.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from bench.training.workers import CLIP, DTYPES, SEED, OurStep
 OURS, DTENSOR, ALONE = "pyruntime tp", "DTensor", "alone"
 
 HOW = """\
-Seconds of a training step (forward, backward, clipping to norm 1, AdamW) of one micro-batch, of the slowest
-rank, medians over {rounds} rounds; within a round every line takes one turn, in shuffled order, started
-together, on the same random tokens and from the same weights; the losses of the first two steps agree. T_g:
-every rank trains the whole model alone at the same time, and its seconds are divided by the ranks. T_c: as
-many bytes as our step sends, both ways, with nothing else to do. R = step / max(T_g, T_c). Loaded: T_g while
-as many bytes pass unrelated, and nobody waits for them before the end. Waits: share of a step, by the ledger,
-in steps of their own. pyruntime keeps fp32 master weights and states, DTensor's AdamW those of the dtype."""
+Seconds of a training step (forward, backward, clipping to norm 1, AdamW) of one micro-batch on the slowest
+rank, medians over {rounds} rounds. Within a round every line takes one turn, in shuffled order, started
+together on all ranks, on the same random tokens and from the same weights; the losses of the first two steps
+agree. T_g: every rank trains the whole model alone at the same time; its seconds are divided by the number of
+ranks. T_c: the time to send as many bytes as our step, both ways, without computation. R = step / max(T_g,
+T_c). Loaded: T_g while as many bytes pass unrelated and are awaited only at the end. Waits: share of a step,
+by the ledger, in separate steps. pyruntime has fp32 master weights and states; DTensor's AdamW has states of
+the dtype."""
 
 
 def dtensor(shape: Shape, dtype: torch.dtype, mesh: DeviceMesh) -> PlainStep:
@@ -46,7 +47,7 @@ def dtensor(shape: Shape, dtype: torch.dtype, mesh: DeviceMesh) -> PlainStep:
 def measure(
     shape_name: str, dtype: str, slices: int, rounds: int, tp: DeviceMesh, one: DeviceMesh
 ) -> dict[str, Any]:
-    """slices: causal ones of our sequences; tp: all ranks; one: this rank alone."""
+    """Measures one shape. slices: causal slices of our sequences; tp: all ranks; one: this rank alone."""
     shape, torch_dtype = SHAPES[shape_name], DTYPES[dtype]
     whole_step = ours_alone(shape, torch_dtype, one, CLIP)
     steps = {

@@ -1,4 +1,4 @@
-"""What a step of the trainer takes beyond a bare loop of forward, backward and optimizer.
+"""Measures what a step of the trainer costs beyond a bare loop of forward, backward and optimizer.
 
     python -m torch.distributed.run --nproc-per-node 2 -m bench.training.overhead [--config dim1024]
 
@@ -34,14 +34,14 @@ from pyruntime.train.watching.watch import Watch
 HOW = """\
 Milliseconds a step on rank 0: medians over {rounds} rounds of {every} steps each, in shuffled order, after a
 barrier. bare: forward and backward of every micro-batch, clipping by the norm over all ranks, AdamW, on
-tokens that lie in memory. trainer: the same, and reading its tokens, learning rate, exchange of figures,
-policies, signals, the record of a step, metrics.jsonl and the line on the terminal. Pays: the median of the
-ratios within a round; cpu: the same of the rank's processor time, less noisy where other work runs. The look
-at slow ranks, in one of 20 steps, is measured by bench.training.slow."""
+tokens in memory. trainer: the same, and reading tokens, learning rate, exchange of figures, policies,
+signals, the record of a step, metrics.jsonl and the line on the terminal. Pays: the median of the ratios
+within a round. cpu: the same for the rank's processor time, which other work disturbs less.
+bench.training.slow measures the check for slow ranks, in one of 20 steps."""
 
 
 def bare(config: RunConfig, runtime: Any) -> Callable[[Batch, int], float]:
-    """A step of that number, and nothing else."""
+    """Returns a function that takes the step of a given number, and does nothing else."""
     run = check(config, runtime.world.size())
     model = make_model(run, runtime)
     handle, settings = shard(model, runtime.replicas, stage=config.parallel.zero), config.optimizer
@@ -99,7 +99,7 @@ def measure(config: RunConfig, runtime: Any, folder: Path, every: int, rounds: i
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in losses}
     with tempfile.TemporaryDirectory() as kept, MetricsFile(Path(kept)) as written:
         file = written if is_rank_0 else None
-        for number in range(1 + rounds):  # the first takes memory
+        for number in range(1 + rounds):  # the first allocates memory
             for name in dice.sample(sorted(found), 2):
                 found[name].append(block_of(name, file))
             taken = (1 + number) * every
@@ -139,7 +139,7 @@ def show(found: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     parser = parser_of(__doc__, rounds=15)
-    parser.add_argument("--config", default="dim1024", help="of the trainer; default %(default)s")
+    parser.add_argument("--config", default="dim1024", help="preset of the trainer; default %(default)s")
     parser.add_argument("--every", type=at_least_one, default=2, help="steps a turn; default %(default)s")
     args = parser.parse_args()
     with started({"tp": -1}) as runtime, tempfile.TemporaryDirectory() as temporary:

@@ -1,9 +1,9 @@
-"""Training throughput of tensor parallelism on two ranks, against the machine's own limit and plain PyTorch.
+"""Measures tensor-parallel training throughput on two ranks, against the machine's limit and PyTorch.
 
     python -m bench.training.run [--json FILE] [--shapes dim256 dim1024] [--dtypes fp32 bf16] [--rounds 7]
 
-No torchrun: this process starts the ranks of every variant, each in its own processes, and lets them train in
-turns. All but the variant whose turn it is sleep.
+It is started without torchrun: this process starts the ranks of every variant in separate processes and lets
+the variants train in turns; the others sleep.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SHAPES = {
     "tiny": Shape(64, 2, 4, 2, 128, 256, seq=32, micro_batch=2, accumulate=2),
     **LONGER,
 }
-OF_LIMIT = {"dim256": 0.85, "dim1024": 0.93}  # least share of the limit that tp=2 is to reach
-OF_PLAIN, AIM_OF_PLAIN = 1.0, 1.2  # of plain PyTorch with its memory kept, one rank alone
+OF_LIMIT = {"dim256": 0.85, "dim1024": 0.93}  # share of the limit that tp=2 must reach
+OF_PLAIN, AIM_OF_PLAIN = 1.0, 1.2  # relative to plain PyTorch with its memory kept, on one rank
 
 TP, SOLO, OTHER = "pyruntime tp=2", "pyruntime, one rank", "pyruntime, another rank"
 PLAIN, PLAIN_KEPT, DTENSOR = "PyTorch, one rank", "PyTorch, one rank, memory kept", "PyTorch DTensor tp=2"
@@ -45,26 +45,26 @@ VARIANTS = (
     Variant(DTENSOR, ours=False, ranks=2, environment=KEEP_FREED_MEMORY),
 )
 TURNS = {TP: [TP], LIMIT: [SOLO, OTHER], **{name: [name] for name in (SOLO, PLAIN, PLAIN_KEPT, DTENSOR)}}
-"""Teams that train at the same time, of every line of the table."""
+"""The teams that train at the same time, for every line of the table."""
 
 HOW = """\
 Tokens per second of training: micro-batches forward and backward, clipping, AdamW; random tokens, one thread
 a process, medians over {rounds} rounds. In a round every line has one turn of about {seconds:g} s in whole
 steps, in shuffled order; the others sleep. All start from the same weights, and the losses of the first two
-steps agree. pyruntime keeps fp32 master weights and optimizer state in bf16 runs, PyTorch's AdamW keeps bf16.
+steps agree. In bf16 runs pyruntime has fp32 master weights and optimizer states, PyTorch's AdamW bf16 states.
 "Memory kept" and DTensor run with MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ raised. "cpu" is tokens
-per second of processor time, summed over ranks (less noisy where other work runs). Ratios are medians of the
+per second of processor time, summed over ranks, which other work disturbs less. Ratios are medians of the
 ratios within a round; +- is half the interquartile range."""
 
 
 def tokens_per_second(shape: Shape, steps: int, teams: list[list[Turn]]) -> float:
-    """Summed over teams that trained at the same time; a team ends with its slowest rank."""
+    """Returns tokens per second, summed over teams that train together, each as fast as its slowest rank."""
     tokens = steps * shape.tokens_per_step
     return sum(tokens / max(turn.end - turn.start for turn in turns) for turns in teams)
 
 
 def take_turn(teams: list[Team], steps: int, timeout_s: float) -> list[list[Turn]]:
-    """Teams train `steps` steps at the same time."""
+    """Lets teams train `steps` steps at the same time, and returns their reports."""
     start = time.perf_counter() + LEAD_S
     for team in teams:
         team.order(steps, start)
@@ -72,9 +72,9 @@ def take_turn(teams: list[Team], steps: int, timeout_s: float) -> list[list[Turn
 
 
 def warm_up(teams: dict[str, Team], tolerance: float, timeout_s: float) -> float:
-    """Two steps of every team; their losses must agree. Returns seconds of a step of one-rank PyTorch.
+    """Takes two steps of every team. Returns the seconds of a step of one-rank PyTorch.
 
-    Raises RuntimeError where a loss differs from the plain model's by more than `tolerance` nats.
+    Raises RuntimeError if a loss differs from the plain model's by more than `tolerance` nats.
     """
     for step in (1, 2):
         turns = {name: take_turn([team], 1, timeout_s)[0] for name, team in teams.items()}
@@ -90,7 +90,7 @@ def warm_up(teams: dict[str, Team], tolerance: float, timeout_s: float) -> float
 
 
 def measure(shape_name: str, dtype: str, rounds: int, seconds: float, folder: Path) -> dict[str, Any]:
-    """All lines of one shape in one dtype."""
+    """Measures all lines of one shape in one dtype."""
     shape = SHAPES[shape_name]
     teams: dict[str, Team] = {}
     try:
@@ -138,7 +138,7 @@ def measure(shape_name: str, dtype: str, rounds: int, seconds: float, folder: Pa
 
 
 def targets(shape_name: str, samples: dict[str, Sample]) -> list[dict[str, Any]]:
-    """What was to be reached, and what was; empty for a shape without targets."""
+    """Returns each target and the measured figure; empty for a shape without targets."""
     if shape_name not in OF_LIMIT:
         return []
     wanted = [

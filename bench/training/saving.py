@@ -1,9 +1,9 @@
-"""What saving a checkpoint costs the steps beside which it is written, against steps without.
+"""Measures what saving a checkpoint costs the steps that run while it is written.
 
     python -m torch.distributed.run --nproc-per-node 2 -m bench.training.saving [--config dim256] [--every 10]
 
-Blocks of `--every` steps of one run take turns: at the beginning of every other one a checkpoint is begun, as
-the trainer does with --checkpoint.every_steps, and by its end it is on the disk.
+Blocks of `--every` steps of one run take turns. Every other block begins with a checkpoint, as in the trainer
+with --checkpoint.every_steps, and ends when it is on the disk.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pyruntime.train.resolved import check
 from pyruntime.train.signals import StopRequest
 
 HOW = """\
-Milliseconds of blocks of {every} steps on rank 0, which meets the others in every step: medians over {rounds}
-rounds of one block with a checkpoint and one without, in shuffled order. The block with one has its copy, and
-the wait for the disk where {every} steps are not enough for it. Pays: the median of the ratios within a
-round; cpu: the same of the rank's processor time, less noisy where other work runs. All cores are busy with
-the steps: hashing and writing take their time from them."""
+Milliseconds of blocks of {every} steps on rank 0, which waits for the others in every step: medians over
+{rounds} rounds of one block with a checkpoint and one without, in shuffled order. The block with a checkpoint
+includes its copy, and a wait for the disk if {every} steps are too short. Pays: the median of the ratios
+within a round. cpu: the same for the rank's processor time, which other work disturbs less. All cores are
+busy with the steps, so hashing and writing slow them down."""
 
 
 def trainer(config: Any, runtime: Any, folder: Path) -> Trainer:
@@ -63,7 +63,7 @@ def measure(config: Any, runtime: Any, folder: Path, every: int, rounds: int) ->
 
     copied: list[float] = []
     waited: list[float] = []
-    block(True)  # settles who writes what, and takes the memory
+    block(True)  # decides which rank writes what, and allocates memory
     block(False)
     copied.clear()
     waited.clear()
@@ -113,9 +113,9 @@ def show(found: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     parser = parser_of(__doc__, rounds=9)
-    parser.add_argument("--config", default="dim256", help="of the trainer; default %(default)s")
+    parser.add_argument("--config", default="dim256", help="preset of the trainer; default %(default)s")
     parser.add_argument("--every", type=at_least_one, default=10, help="steps; default %(default)s")
-    parser.add_argument("--folder", help="to save in; default: a temporary one")
+    parser.add_argument("--folder", help="folder to save in; default: a temporary one")
     args = parser.parse_args()
     with started({"tp": -1}) as runtime, tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder = Path(on_rank_0(runtime.world, "Making a folder", lambda: temporary, str))

@@ -1,9 +1,10 @@
-"""What looking for slow ranks costs a step, and what moving layers away from a slow rank gains.
+"""Measures what the check for slow ranks costs a step, and what moving layers away from a slow rank gains.
 
     python -m torch.distributed.run --nproc-per-node 2 -m bench.training.slow [--config dim256] [--layers 8]
 
-Two stages of a pipeline, one on each rank. Rank 1 is made to compute twice as long: after every forward pass
-of a layer it sleeps three times as long as that took, as backward passes take twice as long as forward ones.
+It runs two stages of a pipeline, one on each rank. Rank 1 is made to take twice as long: after every forward
+pass of a layer it sleeps three times the pass's time, because a backward pass takes twice as long as a
+forward pass.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from pyruntime.train.ranks import on_every_rank, on_rank_0
 from pyruntime.train.run import run
 from pyruntime.train.signals import StopRequest
 from pyruntime.train.slow.judge import WINDOWS
-from pyruntime.train.slow.windows import SlowReport, own_seconds
+from pyruntime.train.slow.own_clock import Moment, OwnClock
+from pyruntime.train.slow.windows import SlowReport
 
 SLOW_RANK, CALLS, BATCHES = 1, 100, 100
 HOW = """\
-Medians over {rounds} rounds of the steps of two runs, milliseconds of rank 0, which meets the other in every
-step: one of {steps} steps with equal ranks, and one whose rank 1 computes twice as long, where layers move at
-the checkpoint after step {steps}; its first step, and the one after the move, are left out. What looking
-costs is timed in the first run: what reading the clock takes at best, times how often it is read in a step,
-and the look of every {every} steps, in which this rank waits for the other, shared out over these."""
+Milliseconds of a step on rank 0, which waits for the other in every step; medians over {rounds} rounds of two
+runs. One has {steps} steps with equal ranks. In the other rank 1 takes twice as long, and layers move at the
+checkpoint after step {steps}; its first step, and the one after the move, are left out. The cost of looking
+is timed in the first run: the fastest reading of the clock times the readings in a step, plus the check every
+{every} steps, in which this rank waits for the other, divided by {every}."""
 
 
 class Timed(Trainer):
-    """Says when steps were over, how often the clock of own seconds was read, and how long looks took."""
+    """A trainer that records when steps end, how often it reads the clock, and how long its checks take."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -52,7 +54,7 @@ class Timed(Trainer):
 
 
 class Slowed(Timed):
-    """Whose SLOW_RANK computes twice as long."""
+    """A trainer whose SLOW_RANK takes twice as long to compute."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -73,14 +75,14 @@ def _slow_down(block: Any) -> None:
 
 
 def trained(config: Any, runtime: Any, kind: type[Timed]) -> list[Timed]:
-    """The trainers of a run, one after the other."""
+    """Runs a training and returns its trainers, one after the other."""
     made: list[Timed] = []
 
     def make(*args: Any) -> Timed:
         made.append(kind(*args))
         return made[-1]
 
-    # As if it were a job of its own, and not one that its launcher has started anew.
+    # Looks like a new job, not like one that its launcher restarted.
     with patch.object(run_module, "Trainer", make), patch.object(run_folder, "life_before", lambda: None):
         run(config, "slow", runtime, StopRequest())
     return made
@@ -91,13 +93,13 @@ def milliseconds(lines: list[dict], first: int, last: int) -> float:
 
 
 def cost_of_looking(config: Any, runtime: Any) -> tuple[float, float]:
-    """Trains as `config` says. Seconds of a step for reading clocks, and for looks."""
+    """Trains as `config` says. Returns the seconds of a step for reading clocks, and for checks."""
     reads, looks = [0], []
-    plain = SlowReport.look
+    plain, now = SlowReport.look, OwnClock.now
 
-    def counted() -> float:
+    def counted(clock: OwnClock) -> Moment:
         reads[0] += 1
-        return own_seconds()
+        return now(clock)
 
     def timed(report: SlowReport) -> Any:
         begin = time.perf_counter()
@@ -105,18 +107,18 @@ def cost_of_looking(config: Any, runtime: Any) -> tuple[float, float]:
         looks.append(time.perf_counter() - begin)
         return found
 
-    windows, pipelined = "pyruntime.train.slow.windows.own_seconds", "pyruntime.train.pipelined.own_seconds"
-    with patch(windows, counted), patch(pipelined, counted), patch.object(SlowReport, "look", timed):
+    with patch.object(OwnClock, "now", counted), patch.object(SlowReport, "look", timed):
         trained(config, runtime, Timed)
-    of_clock = min(_of_clock() for _ in range(BATCHES))
-    # The first look opens what it travels over, and asks for the hosts' names.
+    clock = OwnClock(runtime.device)
+    of_clock = min(_of_clock(clock) for _ in range(BATCHES))
+    # The first check opens its connections, and asks for the hosts' names.
     return of_clock * reads[0] / config.train.steps, statistics.median(looks[1:]) / config.train.slow_every
 
 
-def _of_clock() -> float:
+def _of_clock(clock: OwnClock) -> float:
     begin = time.perf_counter()
     for _ in range(CALLS):
-        own_seconds()
+        clock.now()
     return (time.perf_counter() - begin) / CALLS
 
 
@@ -139,7 +141,7 @@ def round_of(config: Any, runtime: Any, folder: Path) -> dict[str, Any]:
     )
     moves = [line["moved"] for line in slow if "moved" in line]
     if len(moves) != 1 or len(made) != 2:
-        raise SystemExit(f"Layers were to move once and moved {len(moves)} times; the machine is not quiet.")
+        raise SystemExit(f"Layers should move once and moved {len(moves)} times; use a quiet machine.")
     first_after = next(line for line in slow if line["step"] == steps + 1)
     return {
         "equal_ms": milliseconds(equal, 2, steps),
@@ -175,9 +177,11 @@ def show(found: list[dict[str, Any]]) -> str:
 
 if __name__ == "__main__":
     parser = parser_of(__doc__, rounds=3)
-    parser.add_argument("--config", default="dim256", help="of the trainer; default %(default)s")
+    parser.add_argument("--config", default="dim256", help="preset of the trainer; default %(default)s")
     parser.add_argument("--layers", type=at_least_one, default=8, help="default %(default)s")
-    parser.add_argument("--every", type=at_least_one, default=10, help="steps of a look; default %(default)s")
+    parser.add_argument(
+        "--every", type=at_least_one, default=10, help="steps of a check; default %(default)s"
+    )
     args = parser.parse_args()
     with started({"pp": 2, "tp": -1}) as runtime, tempfile.TemporaryDirectory() as temporary:
         folder = Path(on_rank_0(runtime.world, "Making a folder", lambda: temporary, str))

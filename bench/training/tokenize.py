@@ -1,10 +1,10 @@
-"""Text to shards on one core, beside the tokenizer's library alone on the same text.
+"""Times tokenizing text to shards on one core, beside only the tokenizer's library on the same text.
 
     python -m bench.training.tokenize --tokenizer tokenizer.json --paths FILE.jsonl [--rounds 7] [--json FILE]
 
-Both take turns. The library is given the documents as it would like them, decoded and in memory, in batches
-of 4 MB, with its own threads off; ours reads the files, parses, hashes, tokenizes, and writes shards that
-have reached the disk. "of the library" is its time over ours.
+Both take turns. The library gets the documents in its best form: decoded, in memory, in batches of 4 MB, with
+its own threads off. Ours reads the files, parses, hashes, tokenizes, and writes shards to the disk. "of the
+library" is the library's time divided by ours.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What watching a run takes of its steps, sink by sink.
+"""Measures what watching a run costs its steps, sink by sink.
 
     python -m torch.distributed.run --nproc-per-node 2 -m bench.training.watching [--config dim256]
 
-wandb is among them where it is installed, offline.
+It includes wandb, offline, if that is installed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from pyruntime.train.watching.sinks import open_sinks
 from pyruntime.train.watching.watch import Watch
 
 HOW = """\
-What rank 0's thread, for which the others wait, spends on the record of a step: medians over {rounds} steps,
-beside what it spends on a step. cpu: processor time, less noisy where other work runs. "by axis" is asking
-for what was exposed, which every rank does in every step. What a sink's own threads do meanwhile is in the
-steps."""
+Time that rank 0's thread, for which the others wait, spends on the record of a step: medians over {rounds}
+steps, beside the time of a step. cpu: processor time, which other work disturbs less. "by axis": reading the
+exposed time, which every rank does in every step. The work of a sink's own threads counts in the steps."""
 WARM = 5
 
 
@@ -84,7 +83,7 @@ def show(found: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     parser = parser_of(__doc__, rounds=60)
-    parser.add_argument("--config", default="dim256", help="of the trainer; default %(default)s")
+    parser.add_argument("--config", default="dim256", help="preset of the trainer; default %(default)s")
     args = parser.parse_args()
     os.environ["WANDB_MODE"] = "offline"
     with started({"tp": -1}) as runtime, tempfile.TemporaryDirectory() as temporary:

@@ -1,4 +1,4 @@
-"""The processes that bench/training measures: each trains one variant when it is its turn."""
+"""The processes that bench/training measures: each trains one variant in its turn."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ LEAD_S = 0.005  # from sending the orders of a turn to its start
 LEARNING_RATE, BETA1, BETA2, EPS, WEIGHT_DECAY, CLIP = 1e-4, 0.9, 0.95, 1e-8, 0.1, 1.0
 SEED = 0
 
-# glibc hands freed tensors back to the system above these sizes, and gets them back page by page.
+# Above these sizes glibc returns freed tensors to the system, and must then fault them in page by page.
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How a model is trained: by `ranks` processes, with `environment` set before they start."""
+    """A way to train a model: by `ranks` processes, with `environment` set before they start."""
 
     name: str
     ours: bool
@@ -45,7 +45,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Job:
-    """What one process is told when it starts."""
+    """The orders that one process gets when it starts."""
 
     variant: Variant
     shape: Shape
@@ -57,14 +57,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a process reports of its turn; moments are of `time.perf_counter`, one clock for all processes."""
+    """A process's report of its turn; moments are of `time.perf_counter`, one clock for all processes."""
 
     start: float
     end: float
     cpu_s: float
     """User and system time of the process, all threads."""
     loss: float
-    """Of the last step, nats per token."""
+    """Loss of the last step, in nats per token."""
 
 
 class Team:
@@ -85,14 +85,14 @@ class Team:
             self._members.append((process, ours))
 
     def order(self, steps: int, start: float) -> None:
-        """Tells all processes to train `steps` steps from the moment `start` on."""
+        """Tells all processes to train `steps` steps, beginning at the moment `start`."""
         for _, connection in self._members:
             connection.send((steps, start))
 
     def turns(self, timeout_s: float) -> list[Turn]:
-        """What the processes report, in rank order.
+        """Returns the processes' reports, in rank order.
 
-        Raises RuntimeError with a process's traceback, or where one has died or has not answered in time.
+        Raises RuntimeError with a process's traceback, or if one has died or does not answer in time.
         """
         reports: dict[int, Turn] = {}
         deadline = time.monotonic() + timeout_s
@@ -123,7 +123,7 @@ class Team:
 
 @contextmanager
 def _environment(extra: dict[str, str]) -> Iterator[None]:
-    """Sets variables for the processes started inside: malloc reads its own when a process starts."""
+    """Sets variables for the processes started inside: malloc reads its variables when a process starts."""
     before = {name: os.environ.get(name) for name in extra}
     os.environ.update(extra)
     try:
@@ -134,7 +134,7 @@ def _environment(extra: dict[str, str]) -> Iterator[None]:
 
 
 def _work(orders: Connection, job: Job) -> None:
-    """The life of a process: builds its model, then trains whenever it is told to, until the pipe closes."""
+    """Runs a process: builds its model, then trains on order until the pipe closes."""
     with ExitStack() as stack:
         try:
             torch.set_num_threads(1)
@@ -149,12 +149,12 @@ def _work(orders: Connection, job: Job) -> None:
                 orders.send(Turn(started, time.perf_counter(), time.process_time() - cpu, loss))
         except EOFError:
             pass
-        except Exception:  # told to the parent, which ends the benchmark with it
+        except Exception:  # sent to the parent, which ends the benchmark with it
             orders.send(traceback.format_exc())
 
 
 def _tokens(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Random ids and labels [micro-batches, B, S], the same in every process."""
+    """Returns random ids and labels [micro-batches, B, S], the same in every process."""
     draw = torch.Generator().manual_seed(SEED)
     size = (shape.accumulate, shape.micro_batch, shape.seq)
     return tuple(torch.randint(shape.vocab, size, generator=draw) for _ in range(2))
@@ -187,7 +187,7 @@ def _our_step(job: Job, stack: ExitStack) -> Callable[[Tensor, Tensor], float]:
 
 
 def llama_config(shape: Shape) -> LlamaConfig:
-    """The configuration of pyruntime's Llama of that shape."""
+    """Returns the configuration of pyruntime's Llama of that shape."""
     from pyruntime.llama import LlamaConfig
 
     return LlamaConfig(
@@ -202,7 +202,7 @@ def llama_config(shape: Shape) -> LlamaConfig:
 
 
 def our_model(shape: Shape, dtype: torch.dtype, group: DeviceMesh, **options: Any) -> nn.Module:
-    """pyruntime's Llama of that shape, with the plain model's weights; `options` as Llama takes them."""
+    """Returns pyruntime's Llama of that shape with the plain model's weights; `options` go to Llama."""
     from pyruntime.llama import Llama
 
     model = Llama(llama_config(shape), group, dtype=dtype, seed=None, **options)
@@ -211,8 +211,7 @@ def our_model(shape: Shape, dtype: torch.dtype, group: DeviceMesh, **options: An
 
 
 class OurStep:
-    """One training step of pyruntime's Llama as its trainer takes it, from the plain model's weights;
-    `options` as Llama takes them."""
+    """A step of our Llama as in its trainer, from the plain model's weights; `options` go to Llama."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, group: DeviceMesh, **options: Any) -> None:
         from pyruntime import shard
@@ -243,7 +242,7 @@ class OurStep:
 
 
 def our_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The plain model's state dict under the names of pyruntime's Llama."""
+    """Returns the plain model's state dict under the names of pyruntime's Llama."""
     modules = {
         "blocks": "layers",
         "embedding": "embed",
@@ -260,7 +259,7 @@ def our_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def renamed(state: dict[str, Tensor], parts: Mapping[str, str]) -> dict[str, Tensor]:
-    """The same with each of these parts of a name replaced, in their order."""
+    """Returns the state dict with each of these parts of a name replaced, in order."""
     found = {}
     for name, tensor in state.items():
         for theirs, new in parts.items():

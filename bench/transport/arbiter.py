@@ -1,11 +1,11 @@
-"""How long an urgent chunk waits while a large bucket is under way, with the arbiter and without it.
+"""Measures how long an urgent chunk waits while a large bucket is sent, with and without the arbiter.
 
     python -m bench.netlab --hosts 2 --ranks-per-host 1 --rate 1gbit -- \
         python -m bench.transport.arbiter [--json FILE]
 
-A tensor-parallel group gathers a small operand again and again; meanwhile a data-parallel group of the
-same ranks reduce-scatters buckets, one after the other, from a thread of its own. Three cases take turns: no
-bucket at all, buckets under the arbiter, and buckets with first come, first served.
+A tensor-parallel group gathers a small operand again and again. Meanwhile a data-parallel group of the same
+ranks reduce-scatters buckets, one after the other, from another thread. Three cases take turns: no bucket,
+buckets with the arbiter's order, and buckets in the order of arrival.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from bench.common.tables import table
 from pyruntime import comm
 
 HOW = """\
-wait      from the moment when a tp chunk might leave until the arbiter let it go
-chunk     what a chunk of the bucket takes from leaving to having arrived (median)
-gather    seconds of one tp gather as its caller sees it
-Percentiles over all chunks and gathers of all turns, of the rank where they are largest."""
+wait      from the moment when a tp chunk is ready to leave until the arbiter sends it
+chunk     time of a chunk of the bucket from sending to arrival (median)
+gather    seconds of one tp gather for its caller
+Percentiles over all chunks and gathers of all turns, on the rank where they are largest."""
 CASES = ("alone", "arbiter", "fifo")
 
 
@@ -50,7 +50,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 class Buckets:
-    """Reduce-scatters `count` buckets, one after the other, in a thread."""
+    """A thread that reduce-scatters `count` buckets, one after the other."""
 
     def __init__(self, group: dist.ProcessGroup, megabytes: float, count: int):
         self.group, self.count = group, count
@@ -73,8 +73,8 @@ class Buckets:
 
 
 def turn(case: str, tp, dp, args: argparse.Namespace, seen: dict[str, list[float]]) -> None:
-    """One turn of one case; appends what was measured. Gathers go on as long as rank 0 has buckets under way:
-    it says so in what it sends, so that all ranks gather equally often."""
+    """Takes one turn of one case and appends the measurements. Gathers continue while rank 0 has open
+    buckets: its messages say so, so that all ranks gather equally often."""
     comm.core._C.set_arbiter_fifo(case == "fifo")
     dist.barrier()
     comm.core._C.reset_traffic()
@@ -108,16 +108,18 @@ def main() -> None:
     parser.add_argument("--bucket-megabytes", type=float, default=64, help="fp32; default %(default)s")
     parser.add_argument("--tp-kilobytes", type=float, default=64, help="a rank's rows; default %(default)s")
     parser.add_argument("--buckets", type=int, default=3, help="a turn; default %(default)s")
-    parser.add_argument("--gathers", type=int, default=100, help="alone, a turn; default %(default)s")
-    parser.add_argument("--pause-ms", type=float, default=2, help="between gathers; default %(default)s")
-    parser.add_argument("--turns", type=int, default=5, help="of each case; default %(default)s")
+    parser.add_argument(
+        "--gathers", type=int, default=100, help="of a turn without buckets; default %(default)s"
+    )
+    parser.add_argument("--pause-ms", type=float, default=2, help="between two gathers; default %(default)s")
+    parser.add_argument("--turns", type=int, default=5, help="turns of each case; default %(default)s")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with pyruntime.Runtime.start() as runtime:
         tp, dp = runtime.tp.group, dist.new_group(list(range(dist.get_world_size())))
         comm.configure(dp, traffic_class="dp")
-        # On one host nothing would be sent; under netlab this is what "auto" takes.
+        # On one host nothing would be sent; under netlab "auto" chooses this one.
         for group in (tp, dp):
             comm.configure(group, transport="process_group")
         seen = {case: {name: [] for name in ("wait", "chunk", "gather", "bucket")} for case in CASES}

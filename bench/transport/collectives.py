@@ -1,10 +1,10 @@
-"""Standalone all-gather and reduce-scatter: pyruntime's chunks next to the backend's own collectives.
+"""Times standalone all-gather and reduce-scatter: pyruntime's chunks next to the backend's own collectives.
 
     torchrun --nproc-per-node 2 -m bench.transport.collectives [--megabytes 1 16 64] [--json FILE]
     python -m bench.netlab --hosts 2 --ranks-per-host 1 --rate 1gbit -- python -m bench.transport.collectives
 
-The size is that of the whole operand, over all ranks. Every result is compared with the backend's before
-it is timed.
+Sizes are those of the whole operand, over all ranks. Every result is compared with the backend's before the
+timing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from bench.linear.problem import DTYPES
 WIDTH = 1024
 HOW = """\
 Seconds of the slowest rank, medians over interleaved rounds, random data. backend: torch.distributed's
-all_gather_into_tensor and reduce_scatter_tensor over the same process group. The least a network of the given
-rate can do is (P - 1) / P of the operand in each direction of each rank's link."""
+all_gather_into_tensor and reduce_scatter_tensor over the same process group. Each rank's link must carry at
+least (P - 1) / P of the operand in each direction."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Result:
 def measure(
     mesh: DeviceMesh, megabytes: float, dtype: torch.dtype, rounds: int, seconds: float
 ) -> list[Result]:
-    """Both collectives at one size."""
+    """Measures both collectives at one size."""
     size = mesh.size()
     rows = int(megabytes * 1e6) // (WIDTH * dtype.itemsize) // size * size
     whole = torch.randn(rows, WIDTH).to(dtype)
     shard = whole[: rows // size].clone()
     gathered, scattered = torch.empty_like(whole), torch.empty_like(shard)
     group = mesh.get_group()
-    # torch 2.13 renamed them.
+    # torch 2.13 renamed these functions.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     variants = {
@@ -88,7 +88,7 @@ def measure(
 
 
 def check(found: torch.Tensor, reference: torch.Tensor, run_reference: Any) -> None:
-    """Raises AssertionError where the two differ by more than a rounding."""
+    """Raises AssertionError if the two differ by more than a rounding."""
     run_reference()
     torch.testing.assert_close(found.float(), reference.float(), rtol=2e-2, atol=2e-2)
 
@@ -97,8 +97,10 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 16, 64])
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default %(default)s")
-    parser.add_argument("--rounds", type=int, default=7, help="at least so many; default %(default)s")
-    parser.add_argument("--seconds", type=float, default=5.0, help="more where they fit; default %(default)s")
+    parser.add_argument("--rounds", type=int, default=7, help="fewest rounds; default %(default)s")
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="more rounds if they fit; default %(default)s"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures, every round of them")
     args = parser.parse_args()
     torch.set_num_threads(1)

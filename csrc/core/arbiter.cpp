@@ -17,7 +17,7 @@ namespace pyruntime {
 
 namespace {
 
-// A waiting head moves up one class after this many chunk times, and not before the other bound.
+// A waiting head moves up one class after this many chunk times, but not before kAgeSeconds.
 constexpr double kAgeChunks = 16;
 constexpr double kAgeSeconds = 20e-3;
 constexpr double kLatestWeight = 0.2;  // of the latest chunk, in the running mean of chunk times
@@ -176,8 +176,8 @@ void Arbiter::sleep(bool poll_soon) {
   ppoll(fds.data(), fds.size(), poll_soon ? &soon : nullptr, nullptr);
   uint64_t count;
   [[maybe_unused]] const ssize_t got = read(wake_fd_, &count, sizeof(count));
-  // After the counter was emptied and before anything is looked at: who changes something from here on wakes
-  // the thread once more. An exchange, because a store might be performed after the looks that follow it.
+  // After the counter was emptied and before anything is looked at: a change from here on wakes the thread
+  // once more. An exchange, because a store might be performed after the looks that follow it.
   woken_.exchange(false);
 }
 
@@ -206,8 +206,8 @@ bool Arbiter::dispatch() {
   });
 }
 
-// A head whose window is full holds back the less urgent ones for other destinations too: they share this
-// host's link.
+// A head whose window is full also holds back less urgent ones for other destinations: they share this host's
+// link.
 Arbiter::Entry* Arbiter::next_to_leave(double now) {
   Entry* first = nullptr;
   for (Entry& entry : entries_) {
@@ -218,7 +218,7 @@ Arbiter::Entry* Arbiter::next_to_leave(double now) {
     if (first == nullptr || rank_of(entry, now) < rank_of(*first, now)) first = &entry;
   }
   if (first == nullptr || fits(*first)) return first;
-  // Of the same class, another destination's window may be open.
+  // Another destination of the same class may have an open window.
   for (Entry& entry : entries_) {
     if (entry.ready_since != 0 && fits(entry) && rank_of(entry, now) == rank_of(*first, now)) return &entry;
   }

@@ -1,17 +1,16 @@
-// Decides what leaves this process next. Every chunk of every group is offered to the one Arbiter of the
-// process, which lets it go by the urgency of its class, so that an urgent chunk waits for at most the few
-// that are already on their way and never for a whole bucket.
+// Decides which chunk leaves this process next. Every group offers its chunks to the process's one Arbiter,
+// which sends the most urgent class first. An urgent chunk therefore waits for at most the few that are
+// already on their way, never for a whole bucket.
 //
 //     lane     chunks of one flight to one neighbour, in order; its head may leave when it is `ready`
-//     window   what is on its way to one destination host and not yet acknowledged: `kWindowChunks` chunks
-//     class    tp before cp before pp before dp before checkpoint; within a class by the lane's `within`,
-//     lanes
-//              that are alike first come first served
+//     window   sent to one destination host and not yet acknowledged: at most `kWindowChunks` chunks
+//     class    tp before cp before pp before dp before checkpoint; within a class the lower `within`,
+//              then first come first served
 //     ageing   a head that has waited long moves up one class at a time, so nothing starves
 //
-// The Arbiter's thread never waits for anything but its own work: a lane offers a chunk only after its
-// receiver has said that the memory for it is there, so a send ends by the network's doing alone. That is
-// what rules out deadlock; docs/explanation/transport.md has the argument.
+// The Arbiter's thread waits for nothing but its own work. A lane offers a chunk only after the receiver has
+// said that its memory is ready, so only the network decides when a send ends. This rules out deadlock;
+// docs/explanation/transport.md has the argument.
 #pragma once
 
 #include <atomic>
@@ -31,14 +30,14 @@
 
 namespace pyruntime {
 
-// What is on its way to one destination. Touched by the Arbiter's thread only.
+// Chunks on their way to one destination. Only the Arbiter's thread touches it.
 struct SendWindow {
   int chunks = 0;
   int64_t bytes = 0;
-  double chunk_seconds = 0;  // how long a chunk lately took from leaving to being acknowledged
+  double chunk_seconds = 0;  // running mean of the time from leaving to being acknowledged
 };
 
-// What sending costs between neighbours: seconds for `bytes` are latency_s + bytes * seconds_per_byte.
+// The cost of sending between neighbours: latency_s + bytes * seconds_per_byte, in seconds.
 struct LinkCost {
   double latency_s = 100e-6;
   double seconds_per_byte = 1e-9;
@@ -47,9 +46,9 @@ struct LinkCost {
 class Lane {
  public:
   virtual ~Lane() = default;
-  // All of these are called by the Arbiter's thread.
+  // The Arbiter's thread calls all of these.
   virtual TrafficClass traffic_class() const = 0;
-  // Its place within the class: lower leaves first.
+  // The lane's place within its class: lower leaves first.
   virtual int within() const { return 0; }
   virtual SendWindow& window() = 0;
   // Whether the next chunk may leave now.
@@ -57,16 +56,16 @@ class Lane {
   virtual int64_t bytes() const = 0;
   // Starts sending the next chunk. Must not block.
   virtual void send() = 0;
-  // Nothing is left to send, or never will be.
+  // Whether nothing is left to send, or never will be.
   virtual bool done() = 0;
-  // Whether `ready` depends on memory that another process writes, which nobody announces to this one.
+  // Whether `ready` reads memory that another process writes without announcing it to this one.
   virtual bool needs_polling() { return false; }
 };
 
-// Figures of one class since the start.
+// The figures of one class since the start.
 struct TrafficFigures {
-  int64_t chunks = 0;   // that left
-  int64_t arrived = 0;  // of them
+  int64_t chunks = 0;   // chunks that left
+  int64_t arrived = 0;  // chunks that left and were acknowledged
   int64_t bytes = 0;
   double queued_s = 0;                 // from being ready to leaving, summed over chunks
   double transfer_s = 0;               // from leaving to being acknowledged, summed over chunks
@@ -86,18 +85,18 @@ class Arbiter {
   Arbiter(const Arbiter&) = delete;
   Arbiter& operator=(const Arbiter&) = delete;
 
-  // The one of this process; its thread starts with the first use.
+  // This process's Arbiter; its thread starts with the first use.
   static Arbiter& instance();
 
   void add(std::shared_ptr<Lane> lane);
-  // The lane is not touched any more after this returns. Not for the Arbiter's own thread.
+  // After this returns, the lane is not touched any more. Not for the Arbiter's own thread.
   void remove(const std::shared_ptr<Lane>& lane);
 
   // Something that a lane's `ready` reads has changed. Any thread; cheap.
   void wake();
 
-  // Calls `on_readable` from the Arbiter's thread whenever `fd` can be read. After forget() has returned it
-  // is not called any more. It returns false to be forgotten.
+  // Calls `on_readable` from the Arbiter's thread whenever `fd` can be read, until it returns false or
+  // forget() has returned.
   void listen(int fd, std::function<bool()> on_readable);
   void forget(int fd);
 
@@ -110,11 +109,12 @@ class Arbiter {
   // The window of a destination; lives as long as the Arbiter.
   SendWindow& window_to(const std::string& host);
 
-  // Bytes on their way to one destination beyond kWindowChunks small chunks; never lowered.
+  // Allows that many bytes on their way to one destination, also in more than kWindowChunks chunks; never
+  // lowered.
   void ensure_window_bytes(int64_t bytes);
   void set_policy(Policy policy);
 
-  // Between hosts, as it was measured: links belong to the process, groups share them.
+  // The measured cost between hosts: links belong to the process, groups share them.
   std::optional<LinkCost> known_cost(const std::string& hosts);
   void remember_cost(const std::string& hosts, const LinkCost& cost);
 
@@ -140,8 +140,8 @@ class Arbiter {
   bool fits(const Entry& entry) const;
   void sleep(bool poll_soon);
 
-  // Held by the thread through a round, callbacks and lanes included, but not while it sleeps. Who holds a
-  // lock that a lane takes must therefore not call in here.
+  // The thread holds it through a round, callbacks and lanes included, but not while it sleeps. A caller that
+  // holds a lock which a lane takes must therefore not call in here.
   std::mutex mutex_;
   std::deque<Entry> entries_;
   uint64_t last_sequence_ = 0;

@@ -15,8 +15,8 @@ thread_local Filler* filler = nullptr;
 thread_local std::vector<Span> filled;
 
 constexpr int kSpins = 4000;  // about 50 us
-// Then naps. No longer: where ranks outnumber cores, who yields goes on asking in between those who compute,
-// and Linux 6.18 puts it a whole turn behind them each time, also when what it waits for has come.
+// After this the thread naps. Not later: where ranks outnumber cores, a yielding thread keeps running between
+// those that compute. Linux 6.18 puts it a whole turn behind them each time, also when its chunk has arrived.
 constexpr double kYieldSeconds = 1e-4;
 constexpr double kLivenessEverySeconds = 5e-3;  // how often the peer's process is looked at
 constexpr double kSameSpanSeconds = 2e-5;       // between pieces that follow each other
@@ -29,7 +29,7 @@ void relax_core() {
 #endif
 }
 
-// Whether there was something to do.
+// Returns whether there was something to do.
 bool fill() {
   if (filler == nullptr) return false;
   const double begin = monotonic_seconds();

@@ -1,5 +1,5 @@
-// Errors of communication. Everything that goes wrong between ranks ends here, with a sentence that names
-// who, what and where.
+// Errors of communication. Every failure between ranks is raised here, with a sentence that names who, what
+// and where.
 #pragma once
 
 #include <stdexcept>
@@ -14,9 +14,8 @@ enum class CommErrorKind {
   kDisagree,  // ranks called different ops, or the same with different shapes; a ValueError under Python
 };
 
-// What C++ callers catch when no Python is around. Under Python the bindings install a thrower whose
-// exceptions keep their Python type (CommTimeout, PeerLost, CommError, ValueError) also when they cross the
-// autograd engine.
+// The exception without Python. Under Python the bindings install a thrower whose exceptions keep their
+// Python type (CommTimeout, PeerLost, CommError, ValueError), also when they cross the autograd engine.
 class CommError : public std::runtime_error {
  public:
   CommError(CommErrorKind kind, const std::string& message) : std::runtime_error(message), kind_(kind) {}

@@ -21,7 +21,7 @@ namespace {
 constexpr uint64_t kSliceNanoseconds = 100'000;  // the least that Linux takes
 constexpr int kNice = -5;
 
-// glibc has no declaration of it before 2.41.
+// glibc before 2.41 does not declare it.
 struct SchedulingAttributes {
   uint32_t size = sizeof(SchedulingAttributes);
   uint32_t policy = 0;  // SCHED_OTHER
@@ -79,7 +79,7 @@ bool WatchedProcess::gone() const {
     pollfd descriptor{pidfd_.get(), POLLIN, 0};
     return poll(&descriptor, 1, 0) == 1;
   }
-  // Kernels before 5.3 have no pidfd: a zombie counts as alive there, and the deadline ends the wait instead.
+  // Kernels before 5.3 have no pidfd: there a zombie counts as alive, and the deadline ends the wait instead.
   return kill(pid_, 0) != 0 && errno == ESRCH;
 }
 

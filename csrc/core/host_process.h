@@ -1,5 +1,5 @@
-// Processes and threads of this host: who a peer process is, where it runs, whether it still lives, and which
-// threads must run soon after they wake.
+// Processes and threads of this host: identity of a peer process, its host, whether it lives, and threads
+// that must run soon after they wake.
 #pragma once
 
 #include <string>
@@ -26,10 +26,10 @@ class UniqueFd {
   int fd_ = -1;
 };
 
-// Names the running kernel and the process-id namespace: two processes can open each other's memory exactly
-// when these are equal.
+// Names the running kernel and the process-id namespace. Two processes can open each other's memory exactly
+// if these are equal.
 std::string host_identity();
-// What people call this host.
+// The host's name, for people.
 std::string host_name();
 
 // A process of this host, watched through a pidfd: unlike kill(pid, 0) it tells a zombie from a living
@@ -46,15 +46,13 @@ class WatchedProcess {
   UniqueFd pidfd_;
 };
 
-// Threads that move chunks run rarely and briefly, and a chunk waits while they wait for a core: beside a
-// thread that computes, a woken thread may otherwise wait a whole time slice (some milliseconds) for its
-// turn.
-//
 // Asks the scheduler to let this thread run soon after it wakes: a short time slice (Linux 6.12 and later, no
-// privilege needed) and, where the process may, a higher priority. What is not permitted is left.
+// privilege needed) and, if permitted, a higher priority. For threads that move chunks: they run rarely and
+// briefly, and beside a thread that computes, a woken one may wait a whole time slice (some milliseconds)
+// while its chunk waits.
 void make_this_thread_prompt();
 
-// The same for threads of this process by their name: those of a backend's own that carry the data.
+// Does this for all threads of this process that are called `name`: a backend's, which carry the data.
 void make_threads_prompt(const std::string& name);
 
 }  // namespace pyruntime

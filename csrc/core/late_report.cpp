@@ -50,7 +50,7 @@ LateReport::~LateReport() {
   try {
     report(reported_ + ": it came, " + seconds_text(waited) + " late.");
   } catch (...) {
-    // A user's logging handler may raise; what was waited for has come all the same.
+    // A user's logging handler may raise; the wait has succeeded all the same.
   }
 }
 

@@ -1,9 +1,9 @@
-// How operators are registered and called.
+// Registers and calls operators.
 //
-// An operator's kernel is a function of the dispatcher's argument types; its name, its schema and what
-// autograd calls all come from it. Autograd works on registered operators alone, never on the kernels, so
-// that torch.compile can trace both directions. It is in C++ because torch.library.register_autograd costs 20
-// us a forward more (bench/results/tiers.md).
+// An operator's kernel is a function of the dispatcher's argument types. Its name, its schema and the calls
+// from autograd all come from it. Autograd calls only registered operators, never the kernels, so that
+// torch.compile can trace both directions. It is in C++ because torch.library.register_autograd costs 20 us
+// more per forward (bench/results/tiers.md).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,8 +25,8 @@ using torch::autograd::Function;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-// Runs an op that returns nothing, on whose outputs autograd could not report the error later, unless it
-// would have to be differentiated.
+// Runs an op that returns nothing, and refuses arguments that require a gradient: such an op has no outputs
+// on which autograd could report the error later.
 inline void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const auto values = torch::jit::last(*stack, arguments.size());
@@ -40,7 +40,7 @@ inline void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet 
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
-// `kernel` runs on all devices, `cpu` in its place on the CPU.
+// `kernel` runs on all devices, except that `cpu` runs on the CPU.
 template <auto kernel, auto cpu = kernel>
 struct Operator;
 
@@ -58,7 +58,7 @@ struct Operator<kernel, cpu> {
     }
   }
 
-  // Function: torch's autograd function, whose forward() takes the kernel's arguments.
+  // `Function` is torch's autograd function; its forward() takes the kernel's arguments.
   template <typename Function>
   static void define_differentiable(torch::Library& library, const std::string& schema,
                                     c10::DispatchKey devices = kEverywhere) {
@@ -71,7 +71,7 @@ struct Operator<kernel, cpu> {
     library.impl(name().c_str(), torch::dispatch(c10::DispatchKey::Autograd, TORCH_FN(autograd)));
   }
 
-  // Differentiating through it is an error that names it, instead of a silently missing gradient.
+  // Differentiating through the op is an error that names it, instead of a silently missing gradient.
   static void define_without_gradient(torch::Library& library, const std::string& schema,
                                       c10::DispatchKey devices = kEverywhere) {
     define(library, schema, devices);
@@ -82,7 +82,7 @@ struct Operator<kernel, cpu> {
                                      : torch::autograd::autogradNotImplementedFallback()));
   }
 
-  // Through the dispatcher.
+  // Calls the operator through the dispatcher.
   static Result call(Arguments... arguments) {
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow(("pyruntime::" + name()).c_str(), "")
@@ -102,7 +102,7 @@ struct Operator<kernel, cpu> {
     }
   }
 
-  // Not a static member: libraries are registered before those of templates need be there.
+  // Not a static member: libraries may be registered before static members of templates exist.
   static std::string& name() {
     static std::string instance;
     return instance;

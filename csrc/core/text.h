@@ -1,4 +1,4 @@
-// Pieces of messages, and names that users write.
+// Parts of messages, and names that users write.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -20,12 +20,13 @@ inline std::string seconds_text(double seconds) {
   return text.str();
 }
 
-// Of what an exception says: the rest is its origin in the code.
+// The sentence of an exception's text; the rest is its origin in the code.
 inline std::string first_line(const std::string& text) {
   return text.substr(0, text.find('\n'));
 }
 
-// The value of an enum whose names stand in its order. Raises ValueError(`error`) for another name.
+// The enum value with this name; `names` are in the enum's order. Raises ValueError(`error`) for another
+// name.
 template <class Enum, size_t kCount>
 Enum named(const char* const (&names)[kCount], const std::string& name, const std::string& error) {
   const auto found = std::find(std::begin(names), std::end(names), name);

@@ -1,5 +1,4 @@
-// Tiles of a bf16 GEMM by AVX512-BF16: how operands are arranged, and how some rows are multiplied with a
-// panel.
+// The inner loops of the bf16 GEMM on AVX512-BF16: packing, and the product of some rows with one panel.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -14,7 +13,7 @@
 
 #include "cpu/tile_order.h"
 
-// gcc 12 takes what its own header leaves undefined on purpose for an oversight.
+// gcc 12 warns of values that its own header leaves undefined on purpose.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
@@ -26,12 +25,12 @@ namespace pyruntime::cpu {
 
 using Bf16 = c10::BFloat16;
 
-constexpr int kLanes = 16;  // fp32 sums, or pairs along k, in a vector
+constexpr int kLanes = 16;  // fp32 sums of a vector, or its pairs along k
 constexpr int kVectors = kPanel / kLanes;
 
 // --- packing
 
-// Steps that operands are asked for beforehand: their rows lie pages apart, so no processor foresees them.
+// Prefetch distance in steps. The operands' rows lie pages apart, so hardware does not prefetch them.
 constexpr int64_t kAhead = 8;
 
 // out[j * out_row + i] = in[i * in_row + j], 16 x 16.
@@ -71,7 +70,7 @@ PYRUNTIME_TARGET_INLINE void transpose(const int32_t* in, int64_t in_row, int32_
   for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + i * out_row, r[i]);
 }
 
-// A panel of b whose columns are contiguous, `column` elements apart.
+// Packs a panel of b whose columns are contiguous, `column` elements apart.
 PYRUNTIME_TARGET inline void pack_columns(const Bf16* b, int64_t column, int64_t depth, int64_t width,
                                           int32_t* panel) {
   const int64_t whole = depth / 2, all = (depth + 1) / 2;
@@ -105,11 +104,10 @@ PYRUNTIME_TARGET_INLINE __m512i lanes() {
   return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
 }
 
-// Up to 32 elements of a row, each beside that of the row `next` elements further on, or a zero where that is
-// 0.
+// Pairs each of up to 32 elements of a row with the one `next` elements further on, or with 0 if `next` is 0.
 PYRUNTIME_TARGET_INLINE void interleave(const Bf16* from, int64_t next, int64_t width, __m512i& low,
                                         __m512i& high) {
-  // Lane i: element i of the first, then of the second; and element 16 + i.
+  // Lane i takes element i of the first vector and of the second; in `of_high` element 16 + i.
   const __m512i of_low =
       _mm512_add_epi32(_mm512_mullo_epi32(lanes(), _mm512_set1_epi32(0x10001)), _mm512_set1_epi32(0x200000));
   const __m512i of_high = _mm512_add_epi32(of_low, _mm512_set1_epi32(0x100010));
@@ -121,7 +119,7 @@ PYRUNTIME_TARGET_INLINE void interleave(const Bf16* from, int64_t next, int64_t 
   high = _mm512_permutex2var_epi16(first, of_high, second);
 }
 
-// A panel of b whose rows are contiguous, `row` elements apart.
+// Packs a panel of b whose rows are contiguous, `row` elements apart.
 PYRUNTIME_TARGET inline void pack_rows(const Bf16* b, int64_t row, int64_t depth, int64_t width,
                                        int32_t* panel) {
   for (int64_t k = 0; k < depth; k += 2, panel += kPanel) {
@@ -136,8 +134,8 @@ PYRUNTIME_TARGET inline void pack_rows(const Bf16* b, int64_t row, int64_t depth
   }
 }
 
-// Columns of a left operand in strips of kRows, [strips, pairs, kRows]: what is multiplied with a panel at
-// one step lies together. a: `depth` rows of `width` <= kStripColumns columns, `row` elements apart.
+// Packs columns of a left operand in strips of kRows, [strips, pairs, kRows], so that the elements of one
+// step are adjacent. a: `depth` rows of `width` <= kStripColumns columns, `row` elements apart.
 constexpr int64_t kStripColumns = 16 * kRows;
 
 PYRUNTIME_TARGET inline void pack_strips(const Bf16* a, int64_t row, int64_t depth, int64_t width,
@@ -166,20 +164,20 @@ PYRUNTIME_TARGET inline void pack_strips(const Bf16* a, int64_t row, int64_t dep
 
 // --- multiplying
 
-// Some rows of a product with one panel, over a part of the depth. Distances between a's pairs along k, and
-// between its rows, are in pairs; those of out's rows in elements.
+// A product of up to kRows rows with one panel, over a part of the depth. a_row and a_pair, the distances
+// between a's rows and between its pairs along k, are in pairs; out_row is in elements.
 struct Strip {
   const int32_t* a;
   int64_t a_row, a_pair;
   int64_t pairs;  // without the half of an odd k
   bool has_half;
   const int32_t* panel;
-  int64_t columns;  // of the panel that out has
+  int64_t columns;  // columns of the panel that exist in out
   const Bf16* bias;
   Bf16* out;
   int64_t out_row;
   bool accumulate;
-  // Where the depth comes in parts, the rows' sums lie in `sums`, [rows, kPanel], in between.
+  // Between the parts of a cut depth the rows' sums are stored in `sums`, [rows, kPanel].
   bool is_first, is_last;
   float* sums;
 };
@@ -200,7 +198,7 @@ PYRUNTIME_TARGET void multiply_rows(const Strip& strip) {
           strip.is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(strip.sums + i * kPanel + j * kLanes);
     }
   }
-  // Rows of out lie pages apart, so no processor foresees them.
+  // Rows of out also lie pages apart.
   if (strip.is_last) {
 #pragma GCC unroll 6
     for (int i = 0; i < Rows; ++i) {

@@ -1,4 +1,4 @@
-// GEMMs in bf16 by AVX512-BF16. What they promise: packed_matrix.h.
+// The bf16 GEMM on AVX512-BF16; packed_matrix.h states what it guarantees.
 #include "cpu/packed_matrix.h"
 
 #include <ATen/Parallel.h>
@@ -109,7 +109,7 @@ void PackedMatrix::pack() const {
 template <typename Work>
 void PackedMatrix::for_panels(int64_t rows, int64_t group, const Work& work) const {
   const int64_t panels = panels_.size(0), groups = (rows + group - 1) / group;
-  // What is packed is multiplied while it is in the cache, where that leaves work for all threads.
+  // Multiplies a panel right after packing it, from the cache, if that leaves work for all threads.
   if (groups <= 1 || panels >= 2 * at::get_num_threads()) {
     at::parallel_for(0, panels, 1, [&](int64_t first, int64_t last) {
       for (int64_t begin = 0; begin < rows; begin += group) {
@@ -135,7 +135,7 @@ void PackedMatrix::multiply(const at::Tensor& out, const at::Tensor& a, const at
                             bool accumulate) const {
   TORCH_INTERNAL_ASSERT(a.dim() == 2 && a.size(1) == depth_ && a.size(0) == out.size(0));
   check_out(out, width_);
-  // Pairs lie at one distance only where rows have an even number of elements.
+  // Pairs are aligned in every row only if rows have an even number of elements.
   const bool is_read_as_is = a.stride(1) == 1 && (a.size(0) == 1 || a.stride(0) % 2 == 0);
   if (!is_read_as_is) {
     at::Tensor rows = at::empty({a.size(0), depth_ + depth_ % 2}, a.options()).narrow(1, 0, depth_);
@@ -177,7 +177,7 @@ void PackedMatrix::multiply_transposed(const at::Tensor& out, const PackedColumn
     alignas(64) float sums[kMostRows * kPanel];
     order.for_tiles(
         begin, end, first, [&](int64_t row, int64_t count, int64_t pair, int64_t pairs, int64_t at) {
-          // The half of an odd k stands beside a zero on both sides.
+          // An odd k is padded with a zero in both operands.
           multiply_some(
               static_cast<int>(count),
               {a.at(first + row, pair, pairs), 1, kRows, pairs, false, right + pair * kPanel,

@@ -28,7 +28,7 @@ struct Round {
   }
 };
 
-// Calls f with a value of that type, one of those that check_summable() lets pass.
+// Calls f with a value of type `dtype`, which check_summable() has accepted.
 template <typename F>
 void with_type(c10::ScalarType dtype, const F& f) {
   switch (dtype) {

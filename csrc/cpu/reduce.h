@@ -1,5 +1,4 @@
-// Sums of what several ranks computed, in rank order, with fp32 (fp64 for doubles) accumulation and one
-// rounding at the end.
+// Sums the ranks' parts in rank order, in fp32 (fp64 for doubles), rounded once at the end.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -10,12 +9,12 @@
 namespace pyruntime::cpu {
 
 struct Sum {
-  c10::ScalarType dtype;  // of the parts and of bias: fp32, bf16, fp16 or fp64
+  c10::ScalarType dtype;  // of parts and bias: fp32, bf16, fp16 or fp64
   std::vector<const void*> parts;
-  int64_t count;  // of elements
+  int64_t count;  // elements in each part
   const void* bias = nullptr;
   int64_t width = 1;  // of bias
-  // What other ranks have summed already, added first; nullptr: nothing.
+  // The sum of other ranks so far, added first; may be null.
   const void* partial = nullptr;
   c10::ScalarType partial_dtype;
   void* out;
@@ -23,7 +22,7 @@ struct Sum {
 };
 
 // out[i] = round([partial[i] +] parts[0][i] + parts[1][i] + ... [+ bias[i % width]]). The arrays do not
-// overlap, except that `out` may be one of those of its own dtype.
+// overlap, except that `out` may be an array of out_dtype among them.
 void sum_over_ranks(const Sum& request);
 
 // out[i] = round(parts[0][i] + parts[1][i] + ... [+ bias[i % width]]) for 0 <= i < count. All arrays have

@@ -31,7 +31,7 @@ namespace {
 
 namespace symm = c10d::symmetric_memory;
 
-constexpr double kEndingSeconds = 1.0;  // in which a process that ends is gone
+constexpr double kEndingSeconds = 1.0;  // within which a dying process is gone
 constexpr uint64_t kMagic = 0x7079727553594d4dull;
 constexpr size_t kHugePage = size_t{2} << 20;
 
@@ -51,18 +51,18 @@ size_t page_bytes() {
   return bytes;
 }
 
-// First page of every segment; shared, so everything that changes is atomic.
+// The first page of every segment. It is shared, so every field that changes is atomic.
 struct SegmentHeader {
   uint64_t magic;
-  std::atomic<uint32_t> freed;  // the owner's tensor is gone
+  std::atomic<uint32_t> freed;  // the owner has freed its tensor
   std::atomic<uint32_t>
-      peers_mapped;  // ranks that have opened this segment; the owner's rendezvous waits for all of them
+      peers_mapped;  // peers that have opened this segment; the owner's rendezvous waits for all of them
 };
 
-// One memfd, mapped. The mapping outlives the owner's tensor for as long as a rank holds a handle on it.
+// One mapped memfd. The mapping outlives the owner's tensor while any rank has a handle on it.
 class Segment {
  public:
-  // A new segment of this process.
+  // Allocates a segment of this process.
   static std::shared_ptr<Segment> create(size_t buffer_bytes, size_t signal_bytes) {
     UniqueFd fd(memfd_create("pyruntime-symmetric-memory", MFD_CLOEXEC));
     TORCH_CHECK(fd.valid(), "memfd_create failed (", std::strerror(errno),
@@ -75,14 +75,14 @@ class Segment {
     return segment;
   }
 
-  // A peer's segment.
+  // Maps a peer's segment.
   static std::shared_ptr<Segment> open_peer(const std::string& peer, pid_t pid, int peer_fd,
                                             size_t buffer_bytes, size_t signal_bytes) {
     const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(peer_fd);
     UniqueFd fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
     const int cause = errno;
     if (!fd.valid()) {
-      // A process that ends loses its descriptors before it is gone.
+      // A dying process loses its descriptors before it is gone.
       const auto ended = [&] { return WatchedProcess(pid).gone(); };
       if (wait_until(ended, kEndingSeconds, [] {})) {
         raise_comm_error(CommErrorKind::kPeerLost,
@@ -97,7 +97,7 @@ class Segment {
     struct stat status{};
     TORCH_CHECK(
         fstat(segment->fd(), &status) == 0 && status.st_size == static_cast<off_t>(segment->mapped_bytes()),
-        "rendezvous: ", path, " of ", peer, " is not the memory that it invited to; has the rank restarted?");
+        "rendezvous: ", path, " of ", peer, " has another size than it announced; has the rank restarted?");
     segment->map();
     TORCH_CHECK(segment->header().magic == kMagic, "rendezvous: ", path, " of ", peer,
                 " is not symmetric memory.");
@@ -123,7 +123,7 @@ class Segment {
   Segment(UniqueFd fd, size_t buffer_bytes, size_t signal_bytes)
       : fd_(std::move(fd)), buffer_bytes_(buffer_bytes), signal_bytes_(signal_bytes) {}
 
-  // Large buffers start on a huge-page boundary of the file; the pages skipped are never touched and cost
+  // Large buffers start on a huge-page boundary of the file. Skipped pages are never touched and cost
   // nothing.
   size_t buffer_offset() const {
     const size_t end = page_bytes() + round_up(signal_bytes_, page_bytes());
@@ -135,8 +135,7 @@ class Segment {
     TORCH_CHECK(address != MAP_FAILED, "Cannot map ", mapped_bytes(),
                 " bytes of symmetric memory: ", std::strerror(errno), ".");
     base_ = address;
-    // Fewer TLB misses where the kernel grants huge pages to shared memory; where it does not, nothing is
-    // lost.
+    // Causes fewer TLB misses if the kernel grants huge pages to shared memory, and costs nothing if not.
     if (buffer_bytes_ >= kHugePage) madvise(buffer(), buffer_bytes_, MADV_HUGEPAGE);
   }
 
@@ -146,7 +145,7 @@ class Segment {
   void* base_ = nullptr;
 };
 
-// What one rank tells the others about its segment, through the group's store.
+// A rank's description of its segment, which its peers read in the group's store.
 struct Invitation {
   std::string host;
   pid_t pid;
@@ -213,8 +212,8 @@ class CpuSymmetricMemory : public symm::SymmetricMemory {
   c10::Device get_device() override { return {c10::kCPU}; }
   bool world_within_direct_access() override { return true; }
 
-  // A signal is one word of the receiver's pad, 0 or 1: put_signal waits for 0 and sets 1, wait_signal waits
-  // for 1 and sets 0. The pad is therefore zero again after every pair, as torch's contract asks.
+  // A signal is one word of the receiver's pad: put_signal waits for 0 and sets 1, wait_signal waits for 1
+  // and sets 0. The pad is therefore zero again after every pair, as torch's contract asks.
   void put_signal(int peer, int channel, size_t timeout_ms) override {
     check_alive("put_signal");
     check_peer(peer);
@@ -276,7 +275,7 @@ class CpuSymmetricMemory : public symm::SymmetricMemory {
     };
     const auto try_exchange = [&] {
       uint32_t expected = from;
-      // acq_rel: what was written before the signal is seen by whoever takes it.
+      // acq_rel: whoever takes the signal sees all writes before it.
       return word.compare_exchange_strong(expected, to, std::memory_order_acq_rel);
     };
     const auto peer_lives = [&] {
@@ -300,7 +299,7 @@ class CpuSymmetricMemory : public symm::SymmetricMemory {
   std::vector<void*> signal_pads_;
 };
 
-// What `ask` asks of the job's store; PeerLost where that is gone.
+// Returns ask(), which reads the job's store; raises PeerLost if the store is gone.
 template <typename Ask>
 auto with_store(const std::string& site, const Ask& ask) {
   try {
@@ -312,7 +311,8 @@ auto with_store(const std::string& site, const Ask& ask) {
   }
 }
 
-// As torch's symmetric memory of CUDA finds a group: of the process groups alone, never by set_group_info().
+// Finds a group as torch's symmetric memory for CUDA does: only among process groups, not by
+// set_group_info().
 symm::GroupInfo group_named(const std::string& name) {
   const auto group = c10d::resolve_process_group(name);
   return {group->getRank(), group->getSize(), group->getStore()};
@@ -333,7 +333,7 @@ class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = allocations_.find(pointer);
     if (found == allocations_.end()) return;
-    // A forked child frees its copies; the memory stays its parent's.
+    // A forked child frees only its copies; the memory is its parent's.
     if (found->second.owner == getpid())
       found->second.segment->header().freed.store(1, std::memory_order_release);
     allocated_bytes -= found->second.segment->buffer_bytes();
@@ -351,7 +351,7 @@ class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
       const std::lock_guard<std::mutex> lock(mutex_);
       const Allocation& allocation = find(pointer);
       if (allocation.handle) {
-        // The same group again gets the same handle, as torch promises. Another group would share the signal
+        // The same group gets the same handle again, as torch promises. Another group would share the signal
         // pad, where its signals could not be told from the first group's.
         TORCH_CHECK(allocation.group_name == *group_name,
                     "double rendezvous: this tensor is already symmetric memory of group '",
@@ -361,7 +361,7 @@ class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
       }
       segment = allocation.segment;
     }
-    // Not under the lock: meeting the peers takes time, and a tensor may be freed meanwhile.
+    // Not under the lock: a rendezvous takes time, and a tensor may be freed meanwhile.
     auto handle = meet(segment, *group_name);
     const std::lock_guard<std::mutex> lock(mutex_);
     Allocation& allocation = find(pointer);
@@ -397,13 +397,14 @@ class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
   }
 
   // Exchanges invitations through the group's store, opens every peer's segment, and waits until all peers
-  // opened ours (until then its descriptor must stay open).
+  // have opened this rank's. Until then its descriptor must stay open.
   c10::intrusive_ptr<symm::SymmetricMemory> meet(const std::shared_ptr<Segment>& segment,
                                                  const std::string& group_name) {
     const symm::GroupInfo group = group_named(group_name);
     const double seconds = deadline_seconds;
     const std::string topic = "pyruntime/symmetric_memory/" + group_name + "/";
-    // Counted in the store, which is the group's: here a count would outlive the group.
+    // Rendezvous are counted in the store, which belongs to the group; a count kept here would outlive the
+    // group.
     const std::vector<int> job_ranks = JobRanks::instance().of(group_name, group.world_size);
     const std::string site =
         "rendezvous on group '" + group_name + "', " + name_of(job_ranks[group.rank]) + ": ";

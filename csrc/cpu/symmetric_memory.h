@@ -1,29 +1,29 @@
-// Symmetric memory for CPU tensors: torch's own interface (torch.distributed._symmetric_memory), across the
-// processes of one host.
+// Symmetric memory for CPU tensors of the processes of one host, behind torch's own interface
+// (torch.distributed._symmetric_memory).
 //
-// Every allocation is one memfd: it has no name that could outlive a killed rank, and it does not count
+// Every allocation is one memfd. It has no name that could outlive a killed rank, and it does not count
 // against /dev/shm. Peers open it through /proc/<pid>/fd/<fd>. One memfd holds
 //
 //     header (one page) | signal pad | buffer
 //
-// and every rank maps every peer's memfd, so that a chunk is read where its owner wrote it.
+// Every rank maps every peer's memfd and reads a chunk where its owner wrote it.
 #pragma once
 
 #include <cstddef>
 
 namespace pyruntime::cpu {
 
-// Registers the allocator for c10::kCPU. Called once, on import.
+// Registers the allocator for c10::kCPU. Called once, at import.
 void register_symmetric_memory();
 
-// Deadline of every wait that names none (rendezvous, and timeout_ms = 0), in seconds.
+// The deadline, in seconds, of a wait that names none (rendezvous, and timeout_ms = 0).
 void set_symmetric_memory_deadline(double seconds);
 double symmetric_memory_deadline();
 
-// Bytes of symmetric memory that this process holds now, its own allocations only.
+// The bytes of symmetric memory that this process has allocated and not freed; peers' segments do not count.
 size_t symmetric_memory_bytes();
 
-// Bounds the rendezvous inside a scope by the group's own deadline.
+// Sets the deadline of rendezvous within a scope to that of a group.
 class ScopedSymmetricMemoryDeadline {
  public:
   explicit ScopedSymmetricMemoryDeadline(double seconds) : before_(symmetric_memory_deadline()) {

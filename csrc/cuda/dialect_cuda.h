@@ -40,7 +40,7 @@ PYRUNTIME_DEVICE uint64_t load_acquire_system(const uint64_t* p) {
 }
 
 PYRUNTIME_DEVICE void release_system() {
-  // The fence is cumulative: it covers what other threads wrote before a barrier that this thread has passed.
+  // The fence is cumulative: it covers other threads' writes before a barrier that this thread has passed.
   asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
@@ -83,7 +83,7 @@ PYRUNTIME_DEVICE float shuffle_xor(float x, int mask) {
 }
 
 PYRUNTIME_DEVICE uint4 load_streaming(const void* p) {
-  // Past L1, which is not kept coherent: a line of an earlier epoch may lie there.
+  // Past L1, which is not coherent and may contain a line of an earlier epoch.
   return __ldcg(static_cast<const uint4*>(p));
 }
 
@@ -98,7 +98,7 @@ PYRUNTIME_DEVICE uint32_t shared_address(const void* shared) {
 }
 
 PYRUNTIME_DEVICE void copy_async(void* to, const void* from, int bytes) {
-  // .cg: past L1, as load_streaming(); what another rank wrote comes from L2 or from memory.
+  // .cg: past L1, as in load_streaming(), so that what another rank wrote comes from L2 or memory.
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                "r"(bytes)
                : "memory");
@@ -140,8 +140,7 @@ namespace pyruntime::runtime {
 
 using Stream = cudaStream_t;
 
-// nullptr when nothing failed. Errors of launches are taken here, once, so that none is blamed on a later
-// one.
+// Returns nullptr if nothing failed. Reads and clears launch errors once, so that no later launch is blamed.
 inline const char* last_error() {
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
@@ -162,13 +161,13 @@ inline bool is_capturing(Stream stream) {
   return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone;
 }
 
-// nullptr where the device can run the kernel's instructions for multicast addresses.
+// Returns nullptr if the device can run the kernel's instructions for multicast addresses, else the reason.
 template <class Kernel>
 const char* why_no_multicast(Kernel kernel) {
   cudaFuncAttributes built{};
   const bool new_enough = attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
   const bool known = cudaFuncGetAttributes(&built, reinterpret_cast<const void*>(kernel)) == cudaSuccess;
-  static_cast<void>(cudaGetLastError());  // this is a question, and no launch has failed
+  static_cast<void>(cudaGetLastError());  // clears the query's error: no launch has failed
   if (!new_enough) return "it needs a GPU of compute capability 9.0 or newer.";
   if (known && built.ptxVersion >= 90) return nullptr;
   return "the kernels were built for older GPUs alone; name this one (9.0a: Hopper) in TORCH_CUDA_ARCH_LIST "
@@ -192,9 +191,13 @@ int resident_blocks(Kernel kernel, int threads, int shared_bytes) {
   return blocks;
 }
 
-// By a copy engine where the two ends lie on different devices or on the host.
+// Uses a copy engine if the two ends are on different devices or on the host.
 inline void copy(void* to, const void* from, size_t bytes, Stream stream) {
   cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
+}
+
+inline void make_stream(Stream* stream) {
+  cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking);
 }
 
 inline void set_zero(void* to, size_t bytes, Stream stream) {
@@ -202,7 +205,7 @@ inline void set_zero(void* to, size_t bytes, Stream stream) {
 }
 
 // Waits for the stream.
-inline void read(void* to, const void* from, size_t bytes, Stream stream) {
+inline void copy_now(void* to, const void* from, size_t bytes, Stream stream) {
   cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
   cudaStreamSynchronize(stream);
 }

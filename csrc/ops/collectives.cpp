@@ -1,4 +1,4 @@
-// Collectives without a GEMM, over the same transport, and replicate_grad, whose backward is one.
+// Collectives without a GEMM, over the same transport; and replicate_grad, whose backward is one.
 #include <c10/core/DeviceGuard.h>
 
 #include <string>
@@ -19,7 +19,7 @@ void check_summable(const char* op, const at::Tensor& x) {
                    "; use float32, bfloat16, float16 or float64.");
 }
 
-// Rows that are moved whole, and not multiplied.
+// The route of rows that are moved whole and not multiplied.
 Route whole(Group& group, int64_t rows) {
   return {group, rows, {Tier::kUnfused}};
 }
@@ -28,7 +28,7 @@ at::Tensor gather_rows(Group& group, const Operand& x_shard, int64_t rows) {
   return GatherMatmul(whole(group, rows), Op::kAllGather, x_shard, /*keep_rows=*/true).rows();
 }
 
-// Of this rank's rows, or of all.
+// The sums of this rank's rows or, with `all`, of all rows.
 at::Tensor sums_over_ranks(Group& group, const Operand& parts, bool all) {
   return MatmulScatter(whole(group, parts.rows), {{parts}, {}, /*transposed=*/false}, all).finish();
 }
@@ -58,7 +58,7 @@ at::Tensor all_reduce(const at::Tensor& x, c10::string_view group_name) {
   Group& group = Group::get(std::string(group_name));
   if (group.world_size() == 1) return x.clone();
   const c10::DeviceGuard on(x.device());
-  // Any shape: as one column, cut wherever the ranks' shares fall.
+  // Any shape works as one column, cut wherever the ranks' shares fall.
   return sums_over_ranks(group, Operand::of(x.reshape({-1, 1}), 0, "x"), /*all=*/true).view(x.sizes());
 }
 
@@ -109,7 +109,7 @@ struct AllReduce : Function<AllReduce> {
     at::AutoDispatchBelowADInplaceOrView guard;
     return Operator<all_reduce>::call(x, group);
   }
-  // The sum is used alike by every rank, and so its gradient is already the same on all of them.
+  // Every rank uses the sum alike, so its gradient is already the same on all of them.
   static variable_list backward(AutogradContext* /*ctx*/, variable_list grads) { return {grads[0], {}}; }
 };
 
@@ -138,6 +138,10 @@ at::Tensor call_reduce_scatter(const at::Tensor& x, c10::string_view group, int6
   return Operator<reduce_scatter>::call(x, group, dim);
 }
 
+at::Tensor call_all_reduce(const at::Tensor& x, c10::string_view group) {
+  return Operator<all_reduce>::call(x, group);
+}
+
 void register_collectives(torch::Library& m) {
   Operator<all_gather>::define_differentiable<AllGather>(
       m, "all_gather(Tensor x_shard, str group, int dim, SymInt rows) -> Tensor");
@@ -146,8 +150,8 @@ void register_collectives(torch::Library& m) {
   Operator<all_reduce>::define_differentiable<AllReduce>(m, "all_reduce(Tensor x, str group) -> Tensor");
   Operator<all_gather_stats>::define(m, "all_gather_stats(Tensor x, str group) -> Tensor");
 
-  // Its output is its input, so it is no functional operator of its own: always decomposed into autograd's
-  // view and all_reduce.
+  // Its output is its input, so it is no functional operator of its own: it is always decomposed into
+  // autograd's view and all_reduce.
   m.def("replicate_grad(Tensor(a) w, str group) -> Tensor(a)");
   m.impl("replicate_grad",
          torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(replicate_grad)));

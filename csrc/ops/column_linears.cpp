@@ -1,5 +1,5 @@
-// The column linears, where each rank makes some columns of Y: of an x that is gathered, and of one that
-// every rank holds whole.
+// The column linears, in which each rank computes some columns of Y: from an x that is gathered, or from one
+// that every rank has whole.
 #include <ATen/TensorOperators.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -77,8 +77,8 @@ Tensors all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights,
   return outputs;
 }
 
-// [dX_shard if need_dx] + [dW_i if need_dw].  `x` is the shard, or the gathered operand where `gathered`.
-// The shards of x come back while dX is computed and leaves, and dW runs while the parts of dX travel.
+// Returns [dX_shard if need_dx] + [dW_i if need_dw]. `x` is the shard, or with `gathered` the gathered
+// operand. The shards of x return while dX is computed and leaves; dW runs while the parts of dX travel.
 Tensors all_gather_matmul_backward(at::TensorList grads, const at::Tensor& x_given, bool gathered,
                                    at::TensorList weights, c10::string_view group, int64_t dim, bool need_dx,
                                    bool need_dw, c10::string_view tier, c10::string_view sums,
@@ -96,7 +96,7 @@ Tensors all_gather_matmul_backward(at::TensorList grads, const at::Tensor& x_giv
                                     .tier = tier,
                                     .wire = wire});
   std::optional<GatherMatmul> gather;
-  // A tuned number of chunks is of the rows that are multiplied, and not of these.
+  // A tuned number of chunks applies to the rows that are multiplied, not to these.
   if (need_dw && !gathered) {
     const Route again{route.group, route.rows, {route.tier.tier}, route.wire};
     gather.emplace(again, Op::kAllGather, x, /*keep_rows=*/true);
@@ -124,7 +124,7 @@ Tensors replicated_matmul(const at::Tensor& x, at::TensorList weights,
   constexpr const char* kOp = "replicated_matmul";
   const Tensors biases = optional_tensors(optional_biases, weights.size(), kOp);
   const Operand rows = Operand::of_linear(kOp, x, {}, "x", weights, biases);
-  tier_named(std::string(tier));  // refused here, where nothing travels
+  tier_named(std::string(tier));  // an unknown tier is an error here too, where nothing travels
   const c10::DeviceGuard on(x.device());
   const std::vector<GatherMatmul::Gemm> gemms = GatherMatmul::gemms(rows, rows.rows, weights, biases);
   if (group_of_sums(sums) != nullptr) {
@@ -152,8 +152,8 @@ Tensors replicated_matmul(const at::Tensor& x, at::TensorList weights,
   return outputs;
 }
 
-// [dX if need_dx] + [dW_i if need_dw]: dX = sum over ranks and weights of dY_i @ W_i, under whose way dW
-// runs.
+// Returns [dX if need_dx] + [dW_i if need_dw]: dX = sum over ranks and weights of dY_i @ W_i; dW runs while
+// it travels.
 Tensors replicated_matmul_backward(at::TensorList grads, const at::Tensor& x, at::TensorList weights,
                                    c10::string_view group, bool need_dx, bool need_dw, c10::string_view tier,
                                    c10::string_view sums) {
@@ -184,20 +184,20 @@ Tensors replicated_matmul_backward(at::TensorList grads, const at::Tensor& x, at
 
 // --- autograd
 
-// What a column linear's autograd is given beside tensors.
+// The arguments of a column linear's autograd besides tensors.
 struct ColumnCall {
   std::function<Tensors()> forward;  // the operator
   std::vector<int64_t> has_bias;     // by weight
   c10::string_view group;
   c10::string_view tier;
-  int64_t dim = -1;  // along which x is gathered; -1: it is whole
+  int64_t dim = -1;  // dimension along which x is gathered; -1: x is whole
   bool return_gathered = false;
   bool keep_gathered = false;
-  c10::string_view sums = "";  // over which results are summed
+  c10::string_view sums = "";  // the group over which results are summed
   c10::string_view wire = "same";
 };
 
-// Of all column linears; autograd wants their tensors in one list: x, the weights, the biases that are there.
+// Autograd of all column linears. It wants their tensors in one list: x, the weights, the biases that exist.
 struct ColumnLinear : Function<ColumnLinear> {
   static variable_list forward(AutogradContext* ctx, at::TensorList inputs, const ColumnCall& call) {
     variable_list outputs = [&] {
@@ -228,7 +228,7 @@ struct ColumnLinear : Function<ColumnLinear> {
     for (size_t i = 0; i < count; ++i) need_dw |= ctx->needs_input_grad(1 + i);
     Tensors found;
     if (need_dx || need_dw) {
-      const Tensors saved = ctx->get_saved_variables();  // once: checkpointing takes them back then
+      const Tensors saved = ctx->get_saved_variables();  // only once: checkpointing frees them then
       if (need_dw && multiplies_later(ctx, saved, grads)) need_dw = false;
       if (need_dx || need_dw)
         found = grads_of_matmul(ctx, saved, at::TensorList(grads).slice(0, count), need_dx, need_dw);
@@ -236,7 +236,7 @@ struct ColumnLinear : Function<ColumnLinear> {
     variable_list result(1 + count);
     size_t next = 0;
     if (need_dx) result[0] = found[next++];
-    // The gathered x, where it was returned, was used by every rank: its gradients add up over them.
+    // Every rank used the returned gathered x, so its gradients add up over the ranks.
     if (need_dx && grads.size() > count) {
       result[0] = result[0] + call_reduce_scatter(grads[count], ctx->saved_data["group"].toStringRef(),
                                                   ctx->saved_data["dim"].toInt());
@@ -251,8 +251,8 @@ struct ColumnLinear : Function<ColumnLinear> {
   }
 
  private:
-  // Whether the weights' gradients come later, under this op's wait for dX and what follows. All of x is
-  // here.
+  // Queues the weights' gradients for this op's wait for dX and later waits, if they may come later; returns
+  // whether it did. All of x must be here.
   static bool multiplies_later(AutogradContext* ctx, const Tensors& saved, variable_list& grads) {
     const at::TensorList weights = at::TensorList(saved).slice(1);
     const int64_t dim = ctx->saved_data["dim"].toInt();
@@ -274,7 +274,7 @@ struct ColumnLinear : Function<ColumnLinear> {
     return true;
   }
 
-  // Of x and of the weights.
+  // The gradients of x and of the weights.
   static Tensors grads_of_matmul(AutogradContext* ctx, const Tensors& saved, at::TensorList grads,
                                  bool need_dx, bool need_dw) {
     const at::TensorList weights = at::TensorList(saved).slice(1);

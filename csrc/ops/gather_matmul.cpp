@@ -1,9 +1,10 @@
-// The gathering engine: GEMMs on rows as they arrive. What it promises: gather_matmul.h.
+// The gathering engine: GEMMs on rows as they arrive. See gather_matmul.h.
 #include "ops/gather_matmul.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "ops/gemm/gemm.h"
@@ -35,13 +36,13 @@ GatherMatmul::GatherMatmul(Route route, Op op, const Operand& shard, bool keep_r
   finish();  // its memory is free for the GEMMs
 }
 
-// Copies this rank's rows into its workspace, from where they leave.
+// Copies this rank's rows into the memory that they leave from.
 void GatherMatmul::publish() {
   Transport& transport = route_.group.transport(shard_.data.device());
   context_ = &transport.context();
   inside_.emplace(*context_, op_);
-  begun_ = monotonic_seconds();
-  const cpu::Wire& wire = route_.wire;
+  begun_ = begin_of_op(shard_.data.device());
+  const Wire& wire = route_.wire;
   FlightDescriptor descriptor = shard_.flight(op_, route_.rows, wire.travelling_width(shard_.width));
   descriptor.dtype = static_cast<int32_t>(wire.travels_as(shard_.data.scalar_type()));
   descriptor.pieces = route_.tier.chunks;
@@ -54,14 +55,14 @@ void GatherMatmul::publish() {
   };
   for (const Chunk& chunk : flight_->own()) {
     {
-      const Spending copying(*context_, Entered::kCopy, name_of(op_));
+      const Spending copying(*context_, Entered::kCopy, name_of(op_), /*peer=*/-1, shard_.data.device());
       wire.write(own_rows(shard_.data, chunk), flight_->memory(chunk));
     }
     flight_->publish(chunk);
   }
   if (!wire.rounds()) return;
-  // When all of it has left.
-  const Spending rounding(*context_, Entered::kCopy, name_of(op_));
+  // Only when all of it has left.
+  const Spending rounding(*context_, Entered::kCopy, name_of(op_), /*peer=*/-1, shard_.data.device());
   shard_.data = at::empty_like(shard_.data);
   for (const Chunk& chunk : flight_->own()) wire.read(flight_->memory(chunk), own_rows(shard_.data, chunk));
 }
@@ -92,7 +93,7 @@ void GatherMatmul::multiply_chunks(const std::vector<Gemm>& gemms, bool transpos
 }
 
 void GatherMatmul::multiply_fused(const Gemm& gemm, bool transposed) {
-  Reading reading(*context_, op_, /*peer=*/-1, begun_);
+  Reading reading(*context_, op_, /*peer=*/-1, begun_, shard_.data.device());
   flight_->multiply({shard_.data.select(0, 0), gemm.weight, transposed, gemm.bias, gemm.out.select(0, 0),
                      route_.tier.tiles});
   const int64_t others = std::exchange(multiplied_, true) ? 0 : route_.rows - own_.rows;  // they come once
@@ -107,8 +108,21 @@ void GatherMatmul::for_each_chunk(
     const at::Tensor rows = chunk(part);
     use(part, rows);
     if (!keep_rows_) continue;
-    const Spending copying(*context_, Entered::kCopy, name_of(op_));
+    const Spending copying(*context_, Entered::kCopy, name_of(op_), /*peer=*/-1, shard_.data.device());
     shard_.rows_of(rows_, part).copy_(rows);
+  }
+}
+
+void GatherMatmul::for_each_in(const Chunk& wanted,
+                               const std::function<void(const Chunk& part, const at::Tensor& rows)>& use) {
+  if (rows_.defined()) return use(wanted, shard_.rows_of(rows_, wanted));
+  const int64_t end = wanted.begin + wanted.rows;
+  for (const Chunk& part : flight_->order()) {
+    const int64_t from = std::max(wanted.begin, part.begin), to = std::min(end, part.begin + part.rows);
+    if (from >= to) continue;
+    const at::Tensor rows = chunk(part);
+    use({part.owner, from, to - from},
+        rows.narrow(1, (from - part.begin) * shard_.inner, (to - from) * shard_.inner));
   }
 }
 
@@ -143,7 +157,7 @@ void GatherMatmul::finish() {
 }
 
 at::Tensor GatherMatmul::arrived(const Chunk& chunk) {
-  Reading reading(*context_, op_, chunk.owner, begun_);
+  Reading reading(*context_, op_, chunk.owner, begun_, shard_.data.device());
   flight_->wait(chunk);
   at::Tensor rows = flight_->memory(chunk);
   const bool is_new = counted_.insert(chunk.begin).second;
@@ -162,7 +176,7 @@ at::Tensor GatherMatmul::chunk(const Chunk& chunk) {
 void GatherMatmul::read(const Chunk& chunk, const at::Tensor& out) {
   const bool is_own = chunk.owner == own_.owner;
   const at::Tensor rows = is_own ? shard_.data : arrived(chunk);
-  const Spending copying(*context_, Entered::kCopy, name_of(op_));
+  const Spending copying(*context_, Entered::kCopy, name_of(op_), /*peer=*/-1, shard_.data.device());
   if (is_own) {
     out.copy_(rows);
   } else {

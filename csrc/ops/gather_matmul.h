@@ -1,7 +1,7 @@
-// The first of the two engines: rows are gathered, and GEMMs take them as they come. It serves the forward of
-// a column linear and the backward of a row linear, and gathers without a GEMM.
+// The gathering engine, the first of two: gathers rows, and GEMMs take them as they arrive. It serves the
+// forward of a column linear and the backward of a row linear, and gathers without a GEMM.
 //
-// Every rank shows its rows; any rank reads any other's, chunk by chunk, in place. Several flights may be
+// Every rank offers its rows, and any rank reads any other's in place, chunk by chunk. Several flights may be
 // under way at once: the backward of a column linear runs one of each engine.
 #pragma once
 
@@ -27,39 +27,42 @@ class GatherMatmul {
     at::Tensor weight;
     at::Tensor bias = {};
   };
-  // Those of all weights, whose results are new.
+  // The GEMMs of all weights, with new outputs.
   static std::vector<Gemm> gemms(const Operand& like, int64_t rows, at::TensorList weights,
                                  at::TensorList biases);
 
-  // This rank's rows leave at once. `keep_rows`: all rows will be asked for. Where the wire rounds them, the
-  // GEMMs, and whoever asks for rows, get what is read, this rank's own too.
+  // Publishes this rank's rows at once. `keep_rows`: all rows will be read. If the wire rounds rows, the
+  // GEMMs and rows() get the rounded values, also of this rank's own rows.
   GatherMatmul(Route route, Op op, const Operand& shard, bool keep_rows);
 
-  // The GEMMs of all rows, every one of them; rows @ weight where it is not `transposed`.
+  // Multiplies all rows by every weight; without `transposed` rows @ weight.
   void multiply(const std::vector<Gemm>& gemms, bool transposed);
-  // Calls `use` with each chunk of all rows as it comes, [blocks, chunk.rows * inner, width].
+  // Calls `use` with each chunk of all rows as it arrives, [blocks, chunk.rows * inner, width].
   void for_each_chunk(const std::function<void(const Chunk& chunk, const at::Tensor& rows)>& use);
+  // Calls `use` with the parts of one chunk, whatever the pieces in which they come.
+  void for_each_in(const Chunk& wanted,
+                   const std::function<void(const Chunk& part, const at::Tensor& rows)>& use);
   // All rows in order, [blocks, rows * inner, width]; the shard itself in a group of one rank.
   const at::Tensor& rows();
-  // This rank's rows among all.
+  // This rank's place among all rows.
   const Chunk& own() const { return own_; }
-  // These as all ranks read them, [blocks, own rows * inner, width].
+  // This rank's rows as all ranks read them, [blocks, own rows * inner, width].
   const at::Tensor& own_rows() const { return shard_.data; }
-  // All rows but this rank's, in order, [blocks, (rows - own rows) * inner, width]. Between ranks.
+  // All rows but this rank's, in order, [blocks, (rows - own rows) * inner, width]; for several ranks.
   at::Tensor other_rows();
-  // The rows have been read; nothing may be asked afterwards.
+  // Ends the flight: the rows have been read, and nothing may be called afterwards.
   void finish();
 
  private:
   void publish();
   void multiply_chunks(const std::vector<Gemm>& gemms, bool transposed);
-  // One kernel, which waits for the rows.
+  // Multiplies in one kernel, which waits for the rows.
   void multiply_fused(const Gemm& gemm, bool transposed);
   // Another rank's chunk as it travelled, once it is here.
   at::Tensor arrived(const Chunk& chunk);
-  // The rows of one chunk where the transport has them, or, where they were rounded, in new memory.
+  // The rows of one chunk in the transport's memory or, if they were rounded, in new memory.
   at::Tensor chunk(const Chunk& chunk);
-  // out, in the form of the chunk's rows, = these.
+  // Reads the chunk's rows into `out`, which has their form.
   void read(const Chunk& chunk, const at::Tensor& out);
   at::Tensor empty_rows(int64_t rows) const;
   at::Tensor collect();
@@ -71,8 +74,8 @@ class GatherMatmul {
   Chunk own_;
   at::Tensor rows_;
   bool multiplied_ = false;
-  std::set<int64_t> counted_;  // where the chunks begin that have come: they are read again, and come once
-  // None of these in a group of one rank, and once all rows have been copied.
+  std::set<int64_t> counted_;  // first rows of chunks already counted, so none counts twice
+  // Empty in a group of one rank, and once all rows have been copied.
   GroupContext* context_ = nullptr;
   double begun_ = 0;
   std::optional<Inside> inside_;

@@ -14,12 +14,12 @@ namespace {
 Transport& transport_of(const std::string& name, c10::Device device) {
   Transport& transport = Group::get(name).transport(device);
   const std::string why_not = transport.why_not_chunked();
-  TORCH_CHECK(why_not.empty(), "Lines of ", device.str(), " tensors cannot be exchanged over group '", name,
-              "': ", why_not);
+  TORCH_CHECK(why_not.empty(), "Parameters or messages on ", device.str(),
+              " cannot be exchanged over group '", name, "': ", why_not);
   return transport;
 }
 
-// `own`: how many of the lines this rank has.
+// `own`: the number of lines that this rank has.
 FlightDescriptor flight_of(const Transport& transport, Op op, int64_t lines, int64_t width,
                            c10::ScalarType dtype, int64_t own) {
   FlightDescriptor descriptor{op,    static_cast<int32_t>(dtype), lines, /*row_blocks=*/1, /*inner=*/1,
@@ -46,7 +46,8 @@ LineScatter::LineScatter(const std::string& group, int64_t lines, int64_t width,
       lines_(some ? static_cast<int64_t>(some->size()) : lines),
       width_(width),
       options_(at::TensorOptions().dtype(dtype).device(device)),
-      all_(all) {
+      all_(all),
+      begun_(begin_of_op(device)) {
   const int64_t own = rows_of_rank(lines, transport_.world_size(), transport_.rank());
   const FlightDescriptor descriptor = flight_of(transport_, op_, lines, width, dtype, own);
   flight_ = some ? transport_.scatter_some(descriptor, all, *some) : transport_.scatter(descriptor, all);
@@ -84,9 +85,11 @@ at::Tensor LineScatter::finish() {
 LineGather::LineGather(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype,
                        c10::Device device)
     : transport_(transport_of(group, device)),
+      device_(device),
+      begun_(begin_of_op(device)),
       flight_(gather_lines(transport_, Op::kAllGather, lines, width, dtype, kEveryRank, /*agreement=*/0)) {}
 
-// The first chunk of the order is this rank's.
+// Without the first chunk, which is this rank's.
 std::vector<Chunk> LineGather::chunks() const {
   std::vector<Chunk> all = flight_->order();
   all.erase(all.begin());
@@ -101,7 +104,7 @@ bool LineGather::has_come() const {
 
 at::Tensor LineGather::chunk(size_t chunk) {
   const Chunk& wanted = flight_->order().at(chunk + 1);
-  Reading reading(transport_.context(), Op::kAllGather, wanted.owner, begun_);
+  Reading reading(transport_.context(), Op::kAllGather, wanted.owner, begun_, device_);
   flight_->wait(wanted);
   at::Tensor lines = flight_->memory(wanted);
   reading.came(static_cast<int64_t>(lines.nbytes()), flight_->travelled(wanted));
@@ -112,10 +115,12 @@ LineSend::LineSend(const std::string& group, int64_t lines, int64_t width, c10::
                    c10::Device device, int source, int64_t agreement)
     : transport_(transport_of(group, device)),
       all_{source, /*begin=*/0, lines},
+      device_(device),
+      begun_(begin_of_op(device)),
       flight_(gather_lines(transport_, Op::kSend, lines, width, dtype, source, agreement)) {}
 
 GatherFlight& LineSend::flight() {
-  TORCH_CHECK(flight_ != nullptr, "The group of this send has been closed.");
+  TORCH_CHECK(flight_ != nullptr, "The group of this send has been closed; finish sends before closing it.");
   return *flight_;
 }
 
@@ -131,7 +136,7 @@ bool LineSend::has_come() {
 }
 
 void LineSend::wait() {
-  Reading reading(transport_.context(), Op::kSend, all_.owner, begun_);
+  Reading reading(transport_.context(), Op::kSend, all_.owner, begun_, device_);
   Travelled last;
   for (const Chunk& chunk : flight().order()) {
     if (chunk.owner != all_.owner) continue;

@@ -1,5 +1,4 @@
-// y = x W^T + b with our gradients: what nn.Linear computes, its weight gradient going where the weight's
-// sink wants it.
+// y = x W^T + b with our own gradients: nn.Linear, but the weight gradient goes to the weight's sink.
 #include <ATen/ops/empty.h>
 
 #include "ops/gemm/gemm.h"

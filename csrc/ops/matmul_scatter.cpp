@@ -1,4 +1,4 @@
-// The scattering engine: rows leave as their GEMM is done. What it promises: matmul_scatter.h.
+// The scattering engine: rows leave as their GEMM is done. See matmul_scatter.h.
 #include "ops/matmul_scatter.h"
 
 #include <ATen/ops/cat.h>
@@ -31,13 +31,13 @@ MatmulScatter::MatmulScatter(const Route& route, Parts parts, bool all)
 
 void MatmulScatter::begin(Transport& transport, int pieces) {
   const Operand& rows = parts_.operands.front();
-  if (parts_.weights.empty()) {
+  if (parts_.is_given()) {
     op_ = all_ ? Op::kAllReduce : Op::kReduceScatter;
   } else {
     op_ = all_ ? Op::kMatmulAllReduce : Op::kMatmulReduceScatter;
   }
   context_ = &transport.context();
-  begun_ = monotonic_seconds();
+  begun_ = begin_of_op(rows.data.device());
   inside_.emplace(*context_, op_);
   FlightDescriptor descriptor = rows.flight(op_, rows.rows, parts_.width());
   descriptor.own_rows = own_rows_;
@@ -59,6 +59,7 @@ std::vector<WeightGemm> MatmulScatter::gemms() const {
 
 void MatmulScatter::write(const std::vector<WeightGemm>& gemms, const at::Tensor& out, const Chunk& chunk,
                           const at::Tensor& bias) const {
+  if (parts_.compute) return parts_.compute(out, chunk);
   for (size_t i = 0; i < gemms.size(); ++i) {
     gemms[i].write(out, parts_.operands[i].rows_of(chunk), bias, /*accumulate=*/i > 0);
   }
@@ -66,7 +67,7 @@ void MatmulScatter::write(const std::vector<WeightGemm>& gemms, const at::Tensor
 
 at::Tensor MatmulScatter::multiply_all(const at::Tensor& bias) const {
   const Operand& rows = parts_.operands.front();
-  if (parts_.weights.empty()) return rows.data;
+  if (parts_.is_given()) return rows.data;
   at::Tensor all = empty(rows.rows);
   write(gemms(), all, Chunk{0, 0, rows.rows}, bias);
   return all;
@@ -75,7 +76,7 @@ at::Tensor MatmulScatter::multiply_all(const at::Tensor& bias) const {
 void MatmulScatter::publish_all(const at::Tensor& parts) {
   for (const Chunk& chunk : flight_->order()) {
     {
-      const Spending copying(*context_, Entered::kCopy, name_of(op_));
+      const Spending copying(*context_, Entered::kCopy, name_of(op_), /*peer=*/-1, parts.device());
       flight_->part(chunk).copy_(parts_.operands.front().rows_of(parts, chunk));
     }
     flight_->publish(chunk);
@@ -85,14 +86,15 @@ void MatmulScatter::publish_all(const at::Tensor& parts) {
 void MatmulScatter::publish_chunks() {
   const std::vector<WeightGemm> own = parts_.products == nullptr ? gemms() : std::vector<WeightGemm>();
   const std::vector<WeightGemm>& products = parts_.products == nullptr ? own : *parts_.products;
+  if (parts_.prepare) parts_.prepare(flight_->order());
   for (const Chunk& chunk : flight_->order()) {
     write(products, flight_->part(chunk), chunk, {});
     flight_->publish(chunk);
   }
 }
 
-// One kernel sums one GEMM, so those of several weights are laid side by side:
-// [a_1 .. a_n] @ [W_1; ..; W_n], summed in fp32 over all of them.
+// One kernel sums one GEMM, so the GEMMs of several weights are joined: [a_1 .. a_n] @ [W_1; ..; W_n], summed
+// in fp32 over all of them.
 at::Tensor MatmulScatter::multiply_fused(const std::string& tiles) {
   std::vector<at::Tensor> data;
   for (const Operand& operand : parts_.operands) data.push_back(operand.data);
@@ -113,7 +115,7 @@ void MatmulScatter::end_with(at::Tensor sums) {
   sums_ = std::move(sums);
   inside_->check();
   flight_->finish();
-  flight_.reset();  // its memory is free for what the op does next
+  flight_.reset();  // its memory is free for the rest of the op
   inside_.reset();
 }
 

@@ -1,12 +1,11 @@
-// The second of the two engines: GEMMs make each rank's part of all rows, and the parts are summed over the
-// ranks as they come. It serves the forward of a row linear and the backward of a column linear, and sums
-// without a GEMM.
-//
-// Every rank writes its part of all rows; each owner sums its own rows over the ranks.
+// The scattering engine, the second of two: GEMMs compute each rank's part of all rows, and the parts are
+// summed over the ranks as they arrive; each owner sums its own rows. It serves the forward of a row linear
+// and the backward of a column linear, and sums without a GEMM.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -20,30 +19,37 @@ namespace pyruntime {
 
 class MatmulScatter {
  public:
-  // A rank's term of the sum: a_1 @ W_1^T (+ bias, added once), or the sum of all a_i @ W_i, or, where
-  // there are no weights, a_1.
+  // A rank's term of the sum: a_1 @ W_1^T (+ bias, added once), or the sum of all a_i @ W_i, or, without
+  // weights, a_1, or what `compute` writes.
   struct Parts {
     std::vector<Operand> operands;
     std::vector<at::Tensor> weights;
-    bool transposed;  // then there is one
+    bool transposed;  // requires exactly one weight
     at::Tensor bias = {};
-    const std::vector<WeightGemm>* products = nullptr;  // with the weights, where others have arranged them
+    const std::vector<WeightGemm>* products = nullptr;  // with the weights; null: arranged here
+    // Writes the chunk's rows to `out` [blocks, chunk.rows * inner, width of a_1]; then only the form of a_1
+    // counts.
+    std::function<void(const at::Tensor& out, const Chunk& chunk)> compute = {};
+    // Called with the order of chunks before `compute`, if they are several.
+    std::function<void(const std::vector<Chunk>& order)> prepare = {};
+
+    bool is_given() const { return weights.empty() && !compute; }  // a_1 is the term
 
     int64_t width() const {
       return weights.empty() ? operands.front().width : weights.front().size(transposed ? 0 : 1);
     }
   };
 
-  // Multiplies, and the parts leave as they are made. `all`: every rank gets all sums, not those of its rows.
+  // Multiplies, and publishes parts as they are computed. `all`: every rank gets the sums of all rows.
   MatmulScatter(const Route& route, Parts parts, bool all);
 
-  // Waits for the other ranks' parts of what this rank sums; with `all` the sums leave then.
+  // Waits for the other ranks' parts of this rank's sums; with `all` the sums leave then.
   void reduce();
-  // The same where it need not wait.
+  // Does the same only if it need not wait.
   void reduce_if_come();
-  // The sums, [blocks, *, width].
+  // Returns the sums, [blocks, *, width].
   at::Tensor finish();
-  // The same where `all`, into `out`.
+  // Writes the sums of all rows to `out`; only with `all`.
   void finish(const at::Tensor& out);
 
  private:
@@ -61,10 +67,10 @@ class MatmulScatter {
   Parts parts_;
   bool all_;
   int64_t own_rows_;
-  at::Tensor sums_;      // once they are there
+  at::Tensor sums_;      // once they are complete
   at::Tensor own_sums_;  // once this rank has summed, unless all_
   bool reduced_ = false;
-  // None of these in a group of one rank.
+  // Empty in a group of one rank.
   Op op_ = Op::kMatmulReduceScatter;
   GroupContext* context_ = nullptr;
   double begun_ = 0;

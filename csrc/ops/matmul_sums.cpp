@@ -6,7 +6,7 @@ namespace pyruntime {
 
 namespace {
 
-// Fewer than a group has slots.
+// Must be less than a group's number of slots.
 constexpr size_t kMostUnderWay = 3;
 
 }  // namespace

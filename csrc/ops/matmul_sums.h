@@ -1,5 +1,5 @@
-// Products that are summed over the ranks of a group while the next ones are made: those of linears whose
-// weights are cut both ways, over this group and over that which their rows travel in.
+// Sums products over the ranks of a group while the next ones are computed. For linears whose weights are cut
+// both ways: over this group, and over the group in which their rows travel.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,14 +16,14 @@ class MatmulSums {
  public:
   using Gemm = GatherMatmul::Gemm;
 
-  // `out` of all GEMMs becomes their sum over the ranks of the route's group, which all multiply the same
-  // rows, each by weights of its own; its bias, the same on all of them, is added once.
+  // `out` of each GEMM becomes the sum over the ranks of the route's group. All ranks multiply the same rows,
+  // each by its own weights; the bias, the same on all ranks, is added once.
   MatmulSums(Route route, std::vector<Gemm> gemms, bool transposed);
 
-  // The rows of that chunk of all rows, [blocks, chunk.rows * inner, K], as a flight of their own: while they
-  // are multiplied, those before them are summed and return. `like` has the form of the rows.
+  // Multiplies the rows of that chunk of all rows, [blocks, chunk.rows * inner, K], in a flight of their own.
+  // While they are multiplied, earlier ones are summed and return. `like` has the form of the rows.
   void multiply(const Operand& like, const Chunk& chunk, const at::Tensor& rows);
-  // All sums have come.
+  // Waits until all sums have arrived.
   void finish();
 
  private:
@@ -36,7 +36,7 @@ class MatmulSums {
   Route route_;
   std::vector<Gemm> gemms_;
   bool transposed_;
-  std::vector<std::vector<WeightGemm>> products_;  // of all parts, by GEMM
+  std::vector<std::vector<WeightGemm>> products_;  // arranged weights for all parts, by GEMM
   std::deque<Sum> under_way_;
 };
 

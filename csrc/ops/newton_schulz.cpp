@@ -24,11 +24,15 @@ constexpr int kSteps = 5;
 }  // namespace
 
 std::shared_ptr<NewtonSchulz> NewtonSchulz::make(const at::Tensor& matrix) {
-  TORCH_CHECK_VALUE(matrix.dim() == 2 && matrix.is_floating_point() && matrix.device().is_cpu(),
-                    "Newton-Schulz was given ", matrix.scalar_type(), " ", matrix.sizes(), " on ",
-                    matrix.device(), "; give it a matrix of floating-point numbers on the CPU.");
+  TORCH_CHECK_VALUE(matrix.dim() == 2 && matrix.is_floating_point(), "Newton-Schulz was given ",
+                    matrix.scalar_type(), " ", matrix.sizes(),
+                    "; give it a matrix of floating-point numbers.");
   std::shared_ptr<NewtonSchulz> product(new NewtonSchulz(matrix));
-  WaitQueue::of_this_thread().add(product);
+  if (matrix.device().is_cpu()) {
+    WaitQueue::of_this_thread().add(product);
+  } else {
+    product->finish();
+  }
   return product;
 }
 
@@ -54,7 +58,8 @@ bool NewtonSchulz::multiply() {
   if (!gram_.defined()) begin();
   const int64_t n = x_.size(0), k = x_.size(1);
   const bool applies = product_ == Product::kApply;
-  const int64_t piece = rows_of_piece(product_ == Product::kGram ? k : n, n, applies ? k : n);
+  const int64_t depth = product_ == Product::kGram ? k : n;
+  const int64_t piece = x_.is_cpu() ? rows_of_piece(depth, n, applies ? k : n) : n;
   const int64_t rows = std::min(piece, n - next_row_);
   const auto of = [&](const at::Tensor& matrix) { return matrix.narrow(0, next_row_, rows); };
   at::Tensor out = of(applies ? next_x_ : product_ == Product::kGram ? gram_ : polynomial_);

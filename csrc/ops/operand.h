@@ -1,4 +1,4 @@
-// An activation seen as the engine sees it: blocks x rows x width.
+// An activation in the form that the engines use: blocks x rows x width.
 #pragma once
 
 #include <ATen/core/List.h>
@@ -24,25 +24,25 @@ struct Operand {
   std::vector<int64_t> sizes;  // of the original tensor
   int64_t dim;
 
-  // Raises ValueError where x has no such dimension or is a vector.
+  // Raises ValueError if x has no such dimension or is a vector.
   static Operand of(const at::Tensor& x, int64_t dim, const char* what);
 
   // x [.., K] as one block of rows, whatever its leading dimensions.
   static Operand of_rows(const at::Tensor& x, const char* what);
 
-  // x as one of these two (no `dim`: of_rows), which a linear multiplies by weights [N_i, K] on its device
-  // and in its floating dtype; biases are [N_i], or undefined. Raises ValueError or TypeError with a
+  // x as one of these two (without `dim`: of_rows), for a linear with weights [N_i, K] on the same device and
+  // in the same floating dtype; biases are [N_i], or undefined. Raises ValueError or TypeError with a
   // sentence.
   static Operand of_linear(const char* op, const at::Tensor& x, std::optional<int64_t> dim, const char* what,
                            at::TensorList weights, at::TensorList biases);
 
-  // Ranks compare this of a flight of such rows, so many over all ranks and so wide.
+  // The description of a flight of such rows, which ranks compare: its rows over all ranks and its width.
   FlightDescriptor flight(Op op, int64_t all_rows, int64_t width_of_flight) const {
     const auto dtype = static_cast<int32_t>(data.scalar_type());
     return {op, dtype, all_rows, blocks, inner, width_of_flight, /*with_bias=*/false, rows};
   }
 
-  // Sizes of a tensor like x with `rows` along the cut dimension and `width` as its last.
+  // The sizes of a tensor like x with `rows` along the cut dimension and `width` as its last.
   std::vector<int64_t> sizes_with(int64_t rows, int64_t width) const;
   // The rows of one chunk, [blocks, chunk.rows * inner, width] (strided when there are several blocks).
   at::Tensor rows_of(const Chunk& chunk) const { return rows_of(data, chunk); }

@@ -1,4 +1,4 @@
-// The operators' registration by domain, and what their autograd shares.
+// Registers the operators by domain; helpers of their autograd functions.
 #pragma once
 
 #include <ATen/core/List.h>
@@ -22,14 +22,14 @@ inline at::Tensor sum_over_rows(const at::Tensor& grad) {
   return grad.sum(dims);
 }
 
-// At the beginning of the backward of an op: a graph of it would lack what the ranks exchange.
+// Called at the beginning of an op's backward: a graph of it would lack what the ranks exchange.
 inline void refuse_second_derivatives(const char* op) {
   TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), op,
                               ": a gradient was asked for with create_graph=True, but second derivatives are "
                               "not computed; leave create_graph False.");
 }
 
-// Registered operators that others are made of, as the files of their domains register them.
+// Registered operators that other operators call; the files of their domains define these.
 Tensors call_all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights, c10::string_view group,
                                int64_t dim, c10::SymInt rows, bool return_gathered,
                                std::optional<bool> keep_gathered);
@@ -41,6 +41,7 @@ Tensors call_replicated_matmul_backward(at::TensorList grads, const at::Tensor& 
 at::Tensor call_linear(const at::Tensor& x, const at::Tensor& weight);
 at::Tensor call_all_gather(const at::Tensor& x_shard, c10::string_view group, int64_t dim, c10::SymInt rows);
 at::Tensor call_reduce_scatter(const at::Tensor& x, c10::string_view group, int64_t dim);
+at::Tensor call_all_reduce(const at::Tensor& x, c10::string_view group);
 
 // One for each domain, in the files of these names.
 void register_column_linears(torch::Library& library);
@@ -48,6 +49,7 @@ void register_row_linears(torch::Library& library);
 void register_sliced_linears(torch::Library& library);
 void register_collectives(torch::Library& library);
 void register_linear(torch::Library& library);
+void register_experts(torch::Library& library);
 void register_device_adamw(torch::Library& library);
 void register_device_layers(torch::Library& library);
 

@@ -1,5 +1,5 @@
-// The row linears, where each rank has some columns of x and makes a part of every sum: the sums go to the
-// owners of their rows, or to every rank.
+// The row linears, in which each rank has some columns of x and computes a part of every sum: the sums go to
+// the owners of their rows, or to every rank.
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/matmul.h>
@@ -37,13 +37,13 @@ at::Tensor matmul_reduce_scatter(const at::Tensor& x, const at::Tensor& weight,
                                     .k = operand.width,
                                     .group = group,
                                     .tier = tier,
-                                    .wire = wire});  // of the backward, and refused before it
+                                    .wire = wire});  // used by the backward; errors are raised here
   MatmulScatter scatter(route, {{operand}, {weight}, /*transposed=*/true, bias}, /*all=*/false);
   return scatter.finish().view(operand.sizes_with(route.own_rows(), weight.size(0)));
 }
 
-// The bias was added to each row once, on the rank that owns it: all rows of dY give its whole gradient, on
-// every rank. Summed in fp32 over rows [blocks, *, N] that come in several parts.
+// The owner of a row added the bias once, so all rows of dY give its whole gradient, on every rank. Summed in
+// fp32 over rows [blocks, *, N] that come in several parts.
 at::Tensor bias_grad(const Tensors& parts) {
   const c10::ScalarType dtype = parts.front().scalar_type();
   at::Tensor sum;
@@ -54,7 +54,7 @@ at::Tensor bias_grad(const Tensors& parts) {
   return sum.to(dtype);
 }
 
-// The route of a backward, of all rows of x.
+// The route of a backward over all rows of x.
 Route route_of_backward(const Operand& x, const at::Tensor& weight, c10::string_view group,
                         c10::string_view tier, c10::string_view sums = "", c10::string_view wire = "same") {
   return choose_route({.op = "matmul_reduce_scatter_backward",
@@ -68,15 +68,15 @@ Route route_of_backward(const Operand& x, const at::Tensor& weight, c10::string_
                        .op_of_sums = "replicated_matmul_backward"});
 }
 
-// Whether dW is summed in two parts: while chunks come over a network there is time for the own rows' part;
-// it is rounded once more.
+// Whether dW is summed in two parts, which rounds it once more: while chunks arrive over a network there is
+// time for the own rows' part.
 bool sums_in_two_parts(const Route& route, const at::Tensor& weight) {
   return route.tier.tier == Tier::kChunked && route.group.crosses_hosts(weight.device()) &&
          !has_weight_gradient_sink(weight);
 }
 
-// [dX if need_dx] + [dW if need_dw] + [dbias if need_db] + [the other ranks' rows of dY if need_others].
-// need_others: instead of need_dw, where dW is summed in two parts. dW runs while sums of dX travel.
+// Returns [dX if need_dx] + [dW if need_dw] + [dbias if need_db] + [the others' rows of dY if need_others].
+// need_others replaces need_dw when dW is summed in two parts. dW runs while sums of dX travel.
 Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::Tensor& x_whole,
                                        const at::Tensor& weight, c10::string_view group, int64_t dim,
                                        bool need_dx, bool need_dw, bool need_db, c10::string_view tier,
@@ -175,8 +175,8 @@ struct MatmulReduceScatter : Function<MatmulReduceScatter> {
     const bool later = need_dw && comes_later(saved[0], saved[1], group, dim, tier);
     at::Tensor dy = grads[0];
     if (later) {
-      // As the op below would round it, which it changes no more.
-      dy = cpu::Wire::named(wire, dy.scalar_type(), dy.device()).rounded(dy.contiguous());
+      // Rounded as the op below would, which then changes nothing.
+      dy = Wire::named(wire, dy.scalar_type(), dy.device()).rounded(dy.contiguous());
       add_own_rows(dy, saved[0], saved[1], group, dim);
     }
     const Tensors found = Operator<matmul_reduce_scatter_backward>::call(
@@ -204,7 +204,7 @@ struct MatmulReduceScatter : Function<MatmulReduceScatter> {
     return ChunkPlan(x.rows, group.world_size(), group.rank()).own();
   }
 
-  // The parts of dW.
+  // The two parts of dW.
   static void add_own_rows(const at::Tensor& dy_shard, const at::Tensor& x, const at::Tensor& weight,
                            const std::string& group, int64_t dim) {
     const Operand rows = Operand::of(x, dim, "x");
@@ -232,7 +232,7 @@ struct MatmulAllReduce : Function<MatmulAllReduce> {
   }
 
   // dY is the same on every rank, so the gradients of this rank's columns of x and W need no communication
-  // over the group; over that of the sums it is the backward of a linear whose input every rank holds.
+  // over the group. Over the group of the sums, this is the backward of a linear whose input every rank has.
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_second_derivatives("matmul_all_reduce");
     const Tensors saved = ctx->get_saved_variables();

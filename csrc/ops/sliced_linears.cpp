@@ -5,13 +5,13 @@
 //     row      begin: X @ W^T leaves                         end: its sums are taken
 //              end, backward: this rank's rows of dY leave   begin, backward: dX = gather(dY) @ W
 //
-// Autograd runs the backward steps in the reverse order of the forward ones (by its nodes' sequence numbers),
-// so what ran between a begin and an end has its backward between theirs too, and all ranks begin their
-// flights in one order in both directions. What two steps hand on is in a SlicedFlight; the tensor between
+// Autograd runs the backward steps in the reverse order of the forward ones (by its nodes' sequence numbers).
+// So whatever ran between a begin and an end has its backward between theirs too, and all ranks begin their
+// flights in one order in both directions. A SlicedFlight holds what two steps share; the tensor between
 // them, of one element, only tells autograd that one follows the other.
 //
-// Of a weight that several slices multiply, dY and X are kept until autograd has seen all of them: dW is one
-// product of all rows, rounded once, a sink is called once, and between hosts it may come later.
+// For a weight that several slices multiply, dY and X are kept until autograd has seen all slices. Then dW is
+// one product of all rows, rounded once; a sink is called once, and between hosts dW may come later.
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -36,12 +36,12 @@ namespace {
 // A linear's weight in one forward pass over slices.
 struct SlicedWeight : torch::CustomClassHolder {
   at::Tensor weight;
-  Tensors dys, xs;     // of the slices whose backward has run in this pass
-  int pass = -1;       // autograd's number of it
+  Tensors dys, xs;     // of slices whose backward has run in this pass
+  int pass = -1;       // autograd's number of the pass
   bool later = false;  // between hosts
 
   void add(const at::Tensor& dy, const at::Tensor& x, Group& group) {
-    // What a pass that failed has left is not of this one.
+    // A failed pass may have left some, which do not belong to this one.
     const int now = torch::autograd::get_current_graph_task_id();
     if (std::exchange(pass, now) != now) {
       dys.clear();
@@ -51,7 +51,7 @@ struct SlicedWeight : torch::CustomClassHolder {
     dys.push_back(as_matrix(dy));
     xs.push_back(as_matrix(x));
   }
-  // Undefined where it comes later, or the weight's sink took it.
+  // Undefined if it comes later, or the weight's sink took it.
   at::Tensor gradient() {
     const auto all = [](const Tensors& parts) { return parts.size() == 1 ? parts[0] : at::cat(parts, 0); };
     const at::Tensor dy = all(std::exchange(dys, {})).unsqueeze(0),
@@ -62,14 +62,14 @@ struct SlicedWeight : torch::CustomClassHolder {
   }
 };
 
-// One slice's pass through one linear: what is under way between two steps, in each direction.
+// One slice's pass through one linear: its flights between two steps, in each direction.
 struct SlicedFlight : torch::CustomClassHolder {
   std::string group;
   std::string tier;
-  std::string wire;                      // of the rows that are gathered
+  std::string wire;                      // of the gathered rows
   int64_t rows = 0;                      // of the slice, over all ranks
   int64_t width = 0;                     // of x
-  at::Tensor x;                          // until the second step has read it; gathered, where it is kept
+  at::Tensor x;                          // until the second step has read it; gathered, if it is kept
   std::optional<GatherMatmul> gather;    // a column's forward, a row's backward
   std::optional<MatmulScatter> scatter;  // a row's forward, a column's backward
 };
@@ -77,8 +77,8 @@ struct SlicedFlight : torch::CustomClassHolder {
 using Weight = c10::intrusive_ptr<SlicedWeight>;
 using Flight = c10::intrusive_ptr<SlicedFlight>;
 
-// The route of rows that travel under another slice's work. `rows`: where x has this rank's alone, those of
-// all ranks.
+// The route of rows that travel under another slice's work. `rows`: the rows of all ranks, if x has only this
+// rank's.
 Route route_of(const SlicedFlight& flight, const char* op, const Operand& x, int64_t n, int64_t k,
                std::optional<int64_t> rows = {}) {
   return choose_route({.op = op,
@@ -92,7 +92,7 @@ Route route_of(const SlicedFlight& flight, const char* op, const Operand& x, int
                        .under_other_work = true});
 }
 
-// Stands between two steps.
+// The tensor between two steps.
 at::Tensor mark_like(const at::Tensor& x) {
   return at::zeros({1}, x.options());
 }
@@ -140,7 +140,7 @@ at::Tensor begin_row(const at::Tensor& x, const at::Tensor& /*shared*/, const st
   const c10::DeviceGuard on(x.device());
   flight->group = std::string(group);
   flight->tier = std::string(tier);
-  flight->wire = std::string(wire);  // of the backward, and refused before it
+  flight->wire = std::string(wire);  // used by the backward; errors are raised here
   flight->rows = rows.rows;
   flight->width = rows.width;
   flight->scatter.emplace(route_of(*flight, kOp, rows, weight->weight.size(0), rows.width),
@@ -162,7 +162,7 @@ Pointer held(AutogradContext* ctx, const char* name) {
   return ctx->saved_data[name].toCustomClass<typename Pointer::element_type>();
 }
 
-// Of the weight, when autograd has seen every slice.
+// The weight's gradient, once autograd has seen every slice.
 struct ShareWeight : Function<ShareWeight> {
   static Variable forward(AutogradContext* ctx, const at::Tensor& weight, const Weight& shared) {
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -207,7 +207,7 @@ struct EndColumn : Function<EndColumn> {
     refuse_second_derivatives("a sliced column linear");
     const Weight weight = held<Weight>(ctx, "weight");
     const Flight flight = held<Flight>(ctx, "flight");
-    const Tensors saved = ctx->get_saved_variables();  // once: checkpointing takes them back then
+    const Tensors saved = ctx->get_saved_variables();  // only once: checkpointing frees them then
     const at::Tensor& x = saved[0];
     const Operand dy = Operand::of(grads[0], 0, "grad");
     const c10::DeviceGuard on(dy.data.device());

@@ -7,9 +7,9 @@ namespace pyruntime {
 
 namespace {
 
-// Half a millisecond of a core that makes 100 GFLOP/s.
+// Half a millisecond of a core with 100 GFLOP/s.
 constexpr int64_t kPieceFlops = 50'000'000;
-constexpr int64_t kPiecesOfLarge = 50;  // of a GEMM of which those would be too thin
+constexpr int64_t kPiecesOfLarge = 50;  // of a large GEMM, whose pieces would otherwise be too thin
 constexpr int64_t kRowsMultiple = 48;   // of 16, and of the strips of cpu/tile_order.h
 
 }  // namespace

@@ -1,8 +1,8 @@
-// Products that a thread multiplies in place of waiting, piece by piece.
+// Lets a thread multiply queued products, piece by piece, while it would otherwise wait.
 //
-// A product that nobody needs yet is queued, and wherever its thread would wait from then on it multiplies a
-// piece of the oldest one instead (Filler in core/deadline.h). A piece is some rows of a GEMM's result over
-// all of its depth, always the same ones, so when it ran changes no bit.
+// A product that nobody needs yet is queued. Wherever its thread would then wait, it multiplies a piece of
+// the oldest product instead (Filler in core/deadline.h). A piece is some rows of a GEMM's result over its
+// whole depth. The rows are always the same, so the time at which a piece runs changes no bit.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +16,11 @@ namespace pyruntime {
 class Piecework {
  public:
   virtual ~Piecework() = default;
-  // A piece, without waiting for anybody; false where there is none now.
+  // Computes one piece, without waiting for anybody; returns false if there is none now.
   virtual bool multiply() = 0;
 };
 
-// Of a thread that computes. Keeps nothing alive: what is queued leaves when its owner lets it go.
+// A computing thread's queue. It keeps nothing alive: a product leaves when its owner releases it.
 class WaitQueue : public Filler {
  public:
   WaitQueue() { set_filler(this); }
@@ -39,8 +39,8 @@ class WaitQueue : public Filler {
   std::vector<std::weak_ptr<Piecework>> products_;
 };
 
-// Rows in each piece of a GEMM on the CPU with a result [rows, width] and sums over `depth`. A fixed rule: it
-// decides bits.
+// The rows in each piece of a GEMM on the CPU with a result [rows, width] and sums over `depth`. A fixed
+// rule, because it decides bits.
 int64_t rows_of_piece(int64_t depth, int64_t rows, int64_t width);
 
 }  // namespace pyruntime

@@ -44,8 +44,8 @@ Key key_of(const at::Tensor& weight) {
   return {weight.storage().unsafeGetStorageImpl(), weight.storage_offset()};
 }
 
-// Whether the backward pass that runs gives the gradient to somebody else than the sink: to who asked for it
-// by torch.autograd.grad() or backward(inputs=...), or to a hook of the weight.
+// Whether the backward pass that runs gives the gradient to someone other than the sink: to a caller of
+// torch.autograd.grad() or backward(inputs=...), or to a hook of the weight.
 bool is_asked_for(const at::Tensor& weight) {
   if (torch::autograd::get_current_graph_task_id() < 0) return false;
   if (!torch::autograd::get_current_graph_task_exec_info()->empty()) return true;
@@ -53,15 +53,15 @@ bool is_asked_for(const at::Tensor& weight) {
          !torch::autograd::impl::grad_accumulator(weight)->tensor_pre_hooks().empty();
 }
 
-// Empty where there is none.
+// The weight's sink; empty if it has none.
 WeightGradientSink sink_of(const at::Tensor& weight) {
-  // What torch.compile traces with has no memory to be known by.
+  // Tensors that torch.compile traces with have no memory to identify them by.
   if (!weight.has_storage() || weight.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return {};
   Sinks& all = sinks();
   const std::lock_guard<std::mutex> lock(all.mutex);
   const auto found = all.by_weight.find(key_of(weight));
   if (found == all.by_weight.end()) return {};
-  // Another tensor may lie where a weight once was.
+  // Another tensor may have taken the memory of a former weight.
   if (found->second.storage.expired() || is_asked_for(weight)) return {};
   return found->second.sink;
 }
@@ -103,11 +103,11 @@ at::Tensor weight_gradient(const at::Tensor& weight, const at::Tensor& dy, const
 
 namespace {
 
-// The piece that begins with row `first` of `out`, a sum over `depth` rows; returns its end.
+// Writes the piece that begins with row `first` of `out`, a sum over `depth` rows; returns its end.
 int64_t write_piece(const at::Tensor& out, const WeightGradientGemm& gemm, int64_t depth, bool accumulate,
                     int64_t first) {
   const int64_t n = out.size(0);
-  // A device's streams wait by themselves.
+  // On a device streams wait, not this thread.
   const int64_t most = out.device().is_cpu() ? rows_of_piece(depth, n, out.size(1)) : n;
   const int64_t rows = std::min(most, n - first);
   gemm.write(out.narrow(0, first, rows), first, accumulate);
@@ -123,7 +123,7 @@ void write_in_pieces(const at::Tensor& out, const at::Tensor& dy, const at::Tens
   }
 }
 
-// --- products that wait for somebody's wait
+// --- products multiplied in waits
 
 std::shared_ptr<WeightProduct> WeightProduct::make(const at::Tensor& out, bool accumulate, const char* name) {
   std::shared_ptr<WeightProduct> product(new WeightProduct(out, accumulate, name));
@@ -162,7 +162,7 @@ bool WeightProduct::multiply() {
   return true;
 }
 
-// Products that write to the same memory go oldest first.
+// Older products that write to the same memory go first.
 void WeightProduct::finish() {
   const std::vector<std::shared_ptr<Piecework>> queued = WaitQueue::of_this_thread().products();
   for (const std::shared_ptr<Piecework>& each : queued) {
@@ -182,31 +182,31 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// Of operands that wait in one pass: beyond it the oldest products are multiplied at once.
+// The most bytes of operands that wait in one pass; beyond it the oldest products are multiplied at once.
 constexpr int64_t kMostBytes = int64_t{512} << 20;
 
-// Has autograd accumulate a gradient: as its backward, which gives the gradient away.
+// Makes autograd accumulate a gradient: its backward returns the gradient.
 struct Accumulate : torch::autograd::Function<Accumulate> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& weight, at::Tensor* gradient) {
     ctx->saved_data["gradient"] = std::move(*gradient);
     return at::empty({}, weight.options());
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& /*of the empty scalar*/) {
-    // The only reference, so that autograd keeps the tensor itself and no copy.
+    // The only reference, so that autograd keeps the tensor itself instead of a copy.
     variable_list gradients(2);
     gradients[0] = std::move(ctx->saved_data["gradient"]).toTensor();
     return gradients;
   }
 };
 
-// A weight's gradient that autograd will be given.
+// A weight's gradient that autograd will get.
 struct Gradient {
   at::Tensor weight;
   std::shared_ptr<WeightProduct> product;
-  bool has_all = false;  // of its operands
+  bool has_all = false;  // all of its operands
 
   bool is_done() const { return has_all && !product->has_operands(); }
-  // Once it is done.
+  // Called once it is done.
   void accumulate() {
     if (!weight.requires_grad()) return;  // frozen meanwhile
     at::Tensor sum = product->out();
@@ -216,10 +216,10 @@ struct Gradient {
   }
 };
 
-// One run of autograd's engine. Its callback holds it, so that it ends when that run does, in whatever way.
+// One run of autograd's engine, owned by its callback, so that it ends when the run does, in any way.
 struct Pass {
   int task = torch::autograd::get_current_graph_task_id();
-  std::unordered_map<const Node*, int> uses;  // of leaves, in the graph
+  std::unordered_map<const Node*, int> uses;  // of leaves in the graph
   std::deque<Gradient> gradients;             // oldest first
 
   void count_uses(const Node& node) {
@@ -253,9 +253,9 @@ struct Pass {
   }
 };
 
-// The one that runs now in this thread; there is one.
+// The pass that runs now in this thread.
 Pass& this_pass() {
-  // One, or several where a backward pass runs inside another.
+  // More than one only if a backward pass runs inside another.
   static thread_local std::vector<std::weak_ptr<Pass>> passes;
   std::erase_if(passes, [](const auto& pass) { return pass.expired(); });
   const int task = torch::autograd::get_current_graph_task_id();
@@ -269,7 +269,7 @@ Pass& this_pass() {
   return *pass;
 }
 
-// Whether it is real memory of a parameter, and not something that stands for it.
+// Whether it has a parameter's real memory, and is no stand-in.
 bool is_plain_leaf(const at::Tensor& weight) {
   return weight.device().is_cpu() && weight.is_leaf() && weight.has_storage() &&
          !weight.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&

@@ -26,7 +26,7 @@ namespace {
 
 // --- checks
 
-// A [.., K'] and B [K, N], of which `dim` of A is gathered or scattered.
+// A [.., K'] and B [K, N]; `dim` of A is gathered or scattered.
 void check_operands(const char* op, const char* dim_name, const at::Tensor& a, at::TensorList bs,
                     int64_t dim) {
   TORCH_CHECK_VALUE(a.dim() >= 2, op, ": A has shape ", a.sym_sizes(),
@@ -57,13 +57,13 @@ void check_reduce_op(const char* op, c10::string_view reduce_op) {
                     "' is not computed; use 'sum' or 'avg'.");
 }
 
-// --- what they share
+// --- helpers
 
 int64_t ranks_of(c10::string_view group) {
   return Group::get(std::string(group)).world_size();
 }
 
-// Outside of autograd nothing is kept for a backward pass; in it the primitive decides.
+// Without autograd nothing is kept for a backward pass; with it the primitive decides.
 std::optional<bool> keep_gathered(const at::Tensor& a, at::TensorList bs) {
   const auto differentiates = [](const at::Tensor& t) { return t.requires_grad(); };
   if (at::GradMode::is_enabled() && (differentiates(a) || std::any_of(bs.begin(), bs.end(), differentiates)))
@@ -75,7 +75,7 @@ at::Tensor reduced(const at::Tensor& sums, c10::string_view reduce_op, int64_t r
   return reduce_op == "avg" ? sums / ranks : sums;
 }
 
-// x of any shape but a scalar's as rows, for the collectives.
+// x as rows, for the collectives; any shape but a scalar's.
 at::Tensor as_rows(const char* op, const at::Tensor& x) {
   TORCH_CHECK_VALUE(x.dim() >= 1, op, ": a scalar has no rows; pass a tensor of at least one dimension.");
   return x.dim() == 1 ? x.unsqueeze(1) : x.flatten(1);
@@ -89,8 +89,8 @@ std::vector<c10::SymInt> sizes_with_rows(const at::Tensor& x, const c10::SymInt&
 
 // --- kernels
 
-// Y_i = gather(A_shard) @ B_i, gathered along the features: every GEMM needs all of a row, so that none can
-// begin before all features have come. [gather(A_shard)] + [Y_i].
+// Returns [gather(A_shard)] + [Y_i], Y_i = gather(A_shard) @ B_i, gathered along the features. Every GEMM
+// needs whole rows, so none can begin before all features have arrived.
 Tensors multiply_gathered_features(const at::Tensor& a_shard, at::TensorList bs, c10::string_view group,
                                    int64_t ranks) {
   const at::Tensor shard = a_shard.flatten(0, -2);  // [M, K / P]
@@ -103,8 +103,8 @@ Tensors multiply_gathered_features(const at::Tensor& a_shard, at::TensorList bs,
   return result;
 }
 
-// Rows that are gathered or scattered travel as dimension 0, in which layout torch's results are too, and
-// what inductor's pass makes of their operands: nothing is copied for it.
+// Gathered or scattered rows travel as dimension 0. Torch's results have that layout too, and so do the
+// operands that inductor's pass makes, so nothing is copied for it.
 std::tuple<std::optional<at::Tensor>, Tensors> fused_all_gather_matmul(const at::Tensor& a_shard,
                                                                        at::TensorList bs, int64_t gather_dim,
                                                                        c10::string_view group,
@@ -144,7 +144,7 @@ at::Tensor fused_matmul_reduce_scatter(const at::Tensor& a, const at::Tensor& b,
   check_reduce_op(kOp, reduce_op);
   const int64_t ranks = ranks_of(group);
   if (scatter_dim == a.dim() - 1) {
-    // Y^T [N, M] = B^T [N, K] @ A^T: what is scattered are its rows.
+    // Y^T [N, M] = B^T [N, K] @ A^T: its rows are scattered.
     check_even(kOp, b, "B", b.sym_size(1), ranks);
     const at::Tensor sums = call_matmul_reduce_scatter(b.t(), a.flatten(0, -2), group, 0);
     std::vector<c10::SymInt> sizes = a.sym_sizes().vec();
@@ -191,7 +191,7 @@ void refuse_scaled(const c10::OperatorHandle& op, c10::Stack* /*stack*/) {
 
 // --- registration
 
-// The same functions serve autograd: they are made of differentiable operators alone.
+// The same functions serve autograd, because they only call differentiable operators.
 void implement(torch::Library& library) {
   library.impl("fused_all_gather_matmul", TORCH_FN(fused_all_gather_matmul));
   library.impl("fused_matmul_reduce_scatter", TORCH_FN(fused_matmul_reduce_scatter));
@@ -199,7 +199,7 @@ void implement(torch::Library& library) {
   library.impl("_low_contention_reduce_scatter", TORCH_FN(low_contention_reduce_scatter));
 }
 
-// torch warns of a kernel that takes the place of another, which is what was asked for.
+// Silences torch's warning about a kernel that replaces another, which is intended here.
 struct NoWarnings : public c10::WarningHandler {
   void process(const c10::Warning& /*warning*/) override {}
 };

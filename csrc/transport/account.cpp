@@ -1,5 +1,7 @@
 #include "transport/account.h"
 
+#include <c10/util/Exception.h>
+
 #include "core/ledger/peer_figures.h"
 
 namespace pyruntime {
@@ -24,7 +26,16 @@ void enter(Entered kind, const GroupContext& context, const char* op, int peer, 
 
 }  // namespace
 
+double Spending::begin_of(Entered kind, c10::Device device) {
+  if (device.is_cpu()) take_filled();  // drops the time of waits that nobody counts
+  return device.is_cpu() || kind == Entered::kWait || Ledger::is_on() ? moment(device) : 0;
+}
+
 Spending::~Spending() {
+  if (begin_ <= 0) {
+    count_on_stream();
+    return;
+  }
   double begin = begin_;
   for (const Span& worked : take_filled()) {
     count(begin, worked.begin);
@@ -42,12 +53,31 @@ void Spending::count(double begin, double end) {
   enter(kind_, context_, op_, peer_, /*bytes=*/0, begin, /*wanted=*/begin, end);
 }
 
+void Spending::count_on_stream() {
+  if (begin_ == 0) return;
+  try {
+    const auto begin = static_cast<int64_t>(-begin_);
+    auto& clock = StreamClock::instance();
+    const int rank = peer_ < 0 ? peer_ : context_.process_group_rank(peer_);
+    const int64_t end = kind_ != Entered::kWait
+                            ? clock.mark()
+                            : clock.mark_end_of_wait(begin, context_.name,
+                                                     {context_.process_group, context_.traffic_class, rank});
+    if (end == StreamClock::kNone) return;
+    enter(kind_, context_, op_, peer_, /*bytes=*/0, begin_, /*wanted=*/begin_, -static_cast<double>(end));
+  } catch (const c10::Error&) {
+    // A device that has failed says so to whoever asks it for the next operation.
+  }
+}
+
 void Reading::came(int64_t bytes, const Travelled& travelled) {
   context_.stats.bytes += bytes;
   if (!Ledger::is_on() || bytes == 0) return;
-  const double end = monotonic_seconds();
-  // The ledger may have been switched on after the bytes were asked for.
-  enter(Entered::kRead, context_, name_of(op_), peer_, bytes, begin_, wanted_ > 0 ? wanted_ : end, end,
+  // The ledger may have been switched on after this reading began.
+  if (begin_ == 0) return;
+  const double end = begin_ > 0 ? monotonic_seconds() : -static_cast<double>(StreamClock::instance().mark());
+  if (end == 0) return;
+  enter(Entered::kRead, context_, name_of(op_), peer_, bytes, begin_, wanted_ != 0 ? wanted_ : end, end,
         travelled);
 }
 

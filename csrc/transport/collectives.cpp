@@ -12,15 +12,14 @@
 #include "core/text.h"
 #include "transport/flights.h"
 
-// torch 2.13 renames _allgather_base and _reduce_scatter_base and deprecates these names, which are the ones
-// that 2.11 has too.
+// torch 2.13 renames _allgather_base and _reduce_scatter_base, deprecating these names; 2.11 has only these.
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 
 namespace pyruntime {
 
 namespace {
 
-// Of every rank as many rows as the largest share has, which is what the process group's collectives take.
+// Rows padded to the largest share, because the process group's collectives take equal shares.
 struct PaddedRows {
   PaddedRows(const FlightDescriptor& descriptor, const GroupContext& context)
       : plan(descriptor.rows, context.world_size, context.rank, /*pieces=*/1, descriptor.holder),
@@ -28,7 +27,7 @@ struct PaddedRows {
         sizes{descriptor.row_blocks, plan.max_rows() * descriptor.inner, descriptor.width} {}
 
   std::vector<int64_t> sizes_of_all() const { return {plan.world_size(), sizes[0], sizes[1], sizes[2]}; }
-  // The rows of `chunk` in `padded`, of its owner alone.
+  // The rows of `chunk` in `padded`, which has only its owner's rows.
   at::Tensor rows_of(const at::Tensor& padded, const Chunk& chunk) const {
     return padded.narrow(1, 0, chunk.rows * inner);
   }
@@ -64,9 +63,10 @@ class CollectivesTransport : public Transport {
     return at::TensorOptions().dtype(descriptor.scalar_type()).device(device_);
   }
   c10d::ProcessGroup& process_group() const { return *process_group_; }
+  c10::Device device() const { return device_; }
   std::chrono::milliseconds timeout() const { return milliseconds(context_.deadline_seconds); }
-  // Runs a step of a collective. Where it fails because a rank has ended or is stopped, all ranks name that
-  // one, in the place of the backend's words.
+  // Runs a step of a collective. If it fails because a rank has ended or is stopped, all ranks name that rank
+  // instead of the backend's message.
   template <typename Step>
   void collectively(Op op, const Step& step) const {
     try {
@@ -118,7 +118,8 @@ class WholeGather : public GatherByRank {
   void wait(const Chunk& /*chunk*/) override { finish(); }
   void finish() override {
     if (!work_) return;
-    const Spending waiting(transport_.context(), Entered::kWait, name_of(descriptor_.op));
+    const Spending waiting(transport_.context(), Entered::kWait, name_of(descriptor_.op), /*peer=*/-1,
+                           transport_.device());
     transport_.collectively(descriptor_.op, [&] { work_->wait(); });
     work_.reset();
   }
@@ -143,7 +144,8 @@ class WholeScatter : public ScatterByRank {
   void publish(const Chunk& /*chunk*/) override {}
 
   void reduce(const at::Tensor& out, const at::Tensor& bias) override {
-    const Spending waiting(transport_.context(), Entered::kWait, name_of(descriptor_.op));
+    const Spending waiting(transport_.context(), Entered::kWait, name_of(descriptor_.op), /*peer=*/-1,
+                           transport_.device());
     const at::Tensor parts = as_fp32_if_half(parts_);
     at::Tensor sums = all_ ? all_reduced(parts) : reduce_scattered(parts);
     if (bias.defined()) sums.add_(bias);
@@ -182,7 +184,7 @@ class WholeScatter : public ScatterByRank {
   CollectivesTransport& transport_;
   PaddedRows rows_;
   at::Tensor parts_;  // by owner
-  at::Tensor sums_;   // by owner, where all are asked for
+  at::Tensor sums_;   // by owner; only with everybody's sums
 };
 
 std::unique_ptr<GatherFlight> CollectivesTransport::gather(const FlightDescriptor& descriptor) {

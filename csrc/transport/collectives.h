@@ -1,4 +1,4 @@
-// Transport over the process group's own collectives, for groups whose ranks have no other: rows are gathered
+// Transport over the process group's own collectives, for groups whose ranks have no other. Rows are gathered
 // and reduced whole, so nothing is hidden behind a GEMM.
 #pragma once
 
@@ -12,8 +12,8 @@
 
 namespace pyruntime {
 
-// For tensors of `device`, among all ranks of `process_group`. `why`: what why_not_chunked() says. Halves are
-// summed as fp32; ragged rows are padded to the largest share.
+// Makes a transport for tensors of `device`, among all ranks of `process_group`. `why`: the answer of
+// why_not_chunked(). bf16 and fp16 are summed in fp32; ragged rows are padded to the largest share.
 std::unique_ptr<Transport> make_collectives_transport(GroupContext& context,
                                                       c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                                                       c10::Device device, std::string why);

@@ -1,4 +1,4 @@
-// What an op moves, as ranks compare it.
+// The description of an op's data that ranks compare.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -19,13 +19,12 @@ enum class Op : int32_t {
   kMatmulReduceScatter,
   kMatmulAllReduce,
   kSend,
-  kAllToAll,  // by the process group's own collectives alone
+  kAllToAll,  // only by the process group's own collectives
 };
 
 const char* name_of(Op op);
 
-// What one rank is about to do. The fields that all ranks must share are compared when ranks first meet in a
-// flight.
+// The op that one rank is about to do; ranks compare the fields that must agree when they meet in a flight.
 struct FlightDescriptor {
   Op op;
   int32_t dtype;       // c10::ScalarType
@@ -36,13 +35,13 @@ struct FlightDescriptor {
   bool with_bias;      // the owners of rows add one to their sums
   int64_t own_rows;    // rows that this rank holds; may differ between ranks
   int32_t holder = kEveryRank;  // the rank that holds all rows
-  int64_t agreement = 0;        // of whatever else the ranks must agree on, a digest
-  int32_t pieces = 0;           // that a rank's rows travel in; 0: as the transport chooses
-  int32_t pass = 0;             // which of the group's forward and backward passes the op is of; see Passes
+  int64_t agreement = 0;        // a digest of whatever else the ranks must agree on
+  int32_t pieces = 0;           // how many pieces a rank's rows travel in; 0: the transport chooses
+  int32_t pass = 0;             // the op's forward or backward pass, counted by group; see Passes
   int32_t failed_passes = 0;    // see GroupContext
 
   c10::ScalarType scalar_type() const { return static_cast<c10::ScalarType>(dtype); }
-  // Of one row, over all blocks.
+  // The elements of one row, over all blocks.
   int64_t row_elements() const { return row_blocks * inner * width; }
   int64_t row_bytes() const;
   // One chunk as it lies in memory: contiguous, [row_blocks, chunk.rows * inner, width].
@@ -50,7 +49,7 @@ struct FlightDescriptor {
   // Whether the ranks agree on the op.
   bool agrees_with(const FlightDescriptor& other) const;
   std::string text() const;
-  // The same flight of some of the rows, in whose numbers the ranks must agree.
+  // The same flight of some of the rows; the ranks must agree on their numbers.
   FlightDescriptor of_some(const std::vector<int64_t>& rows) const;
 };
 

@@ -1,4 +1,4 @@
-// Fused kernels, and how they share a device with what else runs on it.
+// Fused kernels, and how they share a device with other work on it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,25 +30,25 @@ class DeviceSharing {
  public:
   virtual ~DeviceSharing() = default;
 
-  // Why multiply() cannot be asked of such a flight; empty where it can. An answer for all ranks.
+  // Says why multiply() cannot run such a flight; empty if it can. The answer is the same on all ranks.
   virtual std::string why_not_fused(const FlightDescriptor& descriptor) const = 0;
-  // Names of the tiles that a fused GEMM may be asked to be made of (FusedGemm::tiles).
+  // Names of the tiles that FusedGemm::tiles accepts.
   virtual std::vector<std::string> tiles() const = 0;
-  // Those that are not what the kernel's rule takes for [rows, k] x [k, n], rows being of all ranks.
+  // The tile names that the kernel's rule does not choose for [rows, k] x [k, n]; rows are of all ranks.
   virtual std::vector<std::string> other_tiles(int64_t rows, int64_t n, int64_t k) const = 0;
-  // Why the kernel of a GEMM [rows, *] x [*, n] that could be asked for would find no room beside others
-  // that are under way on this rank's device, or may be; empty where it would. Rows are of all ranks. It is
-  // asked for all the same where the caller insists, and then waits for them, or cannot be captured.
+  // Says why the kernel of a GEMM [rows, *] x [*, n] would find no room beside others that are, or may be,
+  // under way on this rank's device; empty if it would. Rows are of all ranks. A caller may insist: the
+  // kernel then waits for the others, or cannot be captured.
   virtual std::string why_crowded(int64_t rows, int64_t n) const = 0;
-  // Whether what the caller's stream is given goes into a graph, and does not run now.
+  // Whether the caller's stream is captured into a graph instead of running now.
   virtual bool is_capturing() const = 0;
 
-  // Ops that would have been fused and were not, as why_crowded() said.
+  // Counts ops that were not fused, for the reason that why_crowded() gave.
   struct Crowding {
     int64_t ops = 0;
     std::string why;  // of the last one
   };
-  // Whether why_crowded() says nothing; otherwise the op is counted.
+  // Whether there is room; otherwise the op is counted.
   bool makes_room_for(int64_t rows, int64_t n);
   Crowding crowding(int64_t rows, int64_t n) const;
 

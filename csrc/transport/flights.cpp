@@ -45,7 +45,7 @@ at::Tensor view_of(char* memory, const FlightDescriptor& descriptor, const Chunk
   const auto options = at::TensorOptions().dtype(descriptor.scalar_type()).device(device);
   const std::vector<int64_t> sizes = descriptor.sizes_of(chunk);
   if (chunk.rows * descriptor.row_elements() == 0) return at::empty(sizes, options);
-  // Told where it lies, torch does not ask the driver, for every chunk and while a graph is captured.
+  // Without target_device torch would ask the driver, for every chunk and while a graph is captured.
   return at::for_blob(memory, sizes).options(options).target_device(device).make_tensor();
 }
 
@@ -70,13 +70,13 @@ std::vector<int64_t> gather_rows_held(GatherFlight& flight, int64_t own_rows, in
 void take_sums(ScatterFlight& flight, GroupContext& context, Op op, double begun, const at::Tensor& out,
                int64_t inner) {
   for (const Chunk& chunk : flight.sums_order()) {
-    Reading reading(context, op, chunk.owner, begun);
+    Reading reading(context, op, chunk.owner, begun, out.device());
     flight.wait_for_sum(chunk);
     const at::Tensor sums = flight.sum(chunk);
     if (chunk.owner != context.rank) {
       reading.came(static_cast<int64_t>(sums.nbytes()), flight.travelled(chunk));
     }
-    const Spending copying(context, Entered::kCopy, name_of(op));
+    const Spending copying(context, Entered::kCopy, name_of(op), /*peer=*/-1, out.device());
     out.narrow(1, chunk.begin * inner, chunk.rows * inner).copy_(sums);
   }
 }

@@ -32,7 +32,7 @@ std::function<void(const std::string&)>& new_group_hook() {
   return *hook;
 }
 
-// Which of the process group's ranks the group has, in its order.
+// The process group's ranks that are in the group, in the group's order.
 std::vector<int> ranks_of(const GroupKey& key, int all) {
   if (key.edge) return {key.edge->first, key.edge->second};
   std::vector<int> ranks(all);
@@ -67,7 +67,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> process_group_named(const std::string& na
   }
 }
 
-// Whether torch's registry has it still, and not another in its place.
+// Whether torch's registry still has it, and not another in its place.
 bool is_registered(const std::string& name, const c10d::ProcessGroup* process_group = nullptr) {
   try {
     const auto registered = c10d::resolve_process_group(name);
@@ -105,7 +105,7 @@ bool Group::crosses_hosts(c10::Device device) {
 }
 
 std::string Group::transport_description() const {
-  // Of those whose rows travel in chunks, a device's says most; the CPU's comes first.
+  // A device's transport whose rows travel in chunks says most; the CPU's comes first in the map.
   for (auto found = transports_.rbegin(); found != transports_.rend(); ++found) {
     if (found->second->why_not_chunked().empty()) return found->second->description();
   }
@@ -121,12 +121,12 @@ void Group::configure(GroupSettings settings) {
   TORCH_CHECK_VALUE(
       settings.multicast == Multicast::kOff || settings.transport != TransportKind::kCollectives,
       "multicast='", name_of(settings.multicast), "' was asked for group '", name(),
-      "' with transport='collectives', which leaves all to the process group; leave one of them out.");
+      "' with transport='collectives', which leaves all to the process group; set only one of the two.");
   const std::string why_not = settings.rings.why_not(world_size());
-  TORCH_CHECK_VALUE(why_not.empty(), "Of group '", name(), "' ", why_not);
+  TORCH_CHECK_VALUE(why_not.empty(), "Group '", name(), "': ", why_not);
   TORCH_CHECK_VALUE(settings.rings.empty() || settings.multicast == Multicast::kOff, "rings and multicast='",
                     name_of(settings.multicast), "' were asked for group '", name(),
-                    "', and what goes to all goes one way or the other; leave one of them out.");
+                    "', but rows for all ranks can take only one of these ways; set only one.");
   settings_ = std::move(settings);
 }
 
@@ -146,8 +146,8 @@ void Group::free_workspaces() {
   context_.inside.contended = false;
   context_.passes = {};
   context_.failed_passes = 0;
-  if (key_.companion) return;  // what failed there is told of its process group
-  // A rank that is not in the group that failed follows its job when it closes any group.
+  if (key_.companion) return;  // a companion's failure is reported as its process group's
+  // A rank outside the failed group follows its job when it closes any group.
   FailureBoard::instance().clear(
       [this](const std::string& failed) { return failed == key_.process_group || !is_registered(failed); });
 }
@@ -175,12 +175,12 @@ Group& Group::get(const std::string& name) {
     const std::lock_guard<std::mutex> lock(mutex);
     if (Group* group = known()) return *group;
   }
-  // Neither this nor the hook under the lock: they may want the GIL, whose holder may want the lock.
+  // Neither this nor the hook runs under the lock: they may want the GIL, whose holder may want the lock.
   const std::vector<int> job_ranks = JobRanks::instance().of(key.process_group, process_group->getSize());
   Group* group = nullptr;
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (Group* made = known()) return *made;  // by another thread, meanwhile
+    if (Group* made = known()) return *made;  // another thread made it meanwhile
     group = (groups[name] = std::make_unique<Group>(key, process_group, job_ranks)).get();
   }
   if (!group->key_.companion && new_group_hook()) new_group_hook()(name);
@@ -193,7 +193,7 @@ void Group::on_new(std::function<void(const std::string&)> hook) {
 
 void Group::forget_destroyed() {
   auto& [mutex, companions, groups] = registry();
-  std::vector<std::unique_ptr<Group>> destroyed;  // not under the lock: their threads may want it
+  std::vector<std::unique_ptr<Group>> destroyed;  // destroyed without the lock: their threads may want it
   const std::lock_guard<std::mutex> lock(mutex);
   for (auto each = groups.begin(); each != groups.end();) {
     if (is_registered(each->second->key_.process_group, &each->second->process_group())) {

@@ -1,5 +1,5 @@
-// What this process knows of one process group: who is in it, how chunks reach them, and which tier its ops
-// take.
+// A group of ranks as this process knows it: its members, its settings, and a transport for each device. Each
+// transport owns the memory that its chunks travel in.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,28 +23,28 @@ namespace pyruntime {
 
 class Group {
  public:
-  // The group of that name: that of a process group, or a companion that was made before. The first use that
-  // needs a transport is collective over the group.
+  // The group of that name: a process group's, or a companion made before. The first use that needs a
+  // transport is collective over the group.
   static Group& get(const std::string& name);
-  // Makes a companion of the group of that name, with its settings and deadline of this moment, or gives it
-  // these; where that changes how chunks travel, what the companion holds is freed. All of its ranks call it
-  // alike. Returns its name.
+  // Makes a companion of the group `of` with that group's current settings and deadline, or gives these to an
+  // existing companion. If that changes how chunks travel, the companion's memory is freed. All of its ranks
+  // make the same call. Returns its name.
   static std::string companion(const std::string& of, TrafficClass traffic_class,
                                std::optional<std::pair<int, int>> edge, int within);
   // Forgets the group and frees its workspaces.
   static void close(const std::string& name);
-  // Forgets those whose process group torch has destroyed: they can send nothing more.
+  // Forgets the groups whose process group torch has destroyed: they can send nothing more.
   static void forget_destroyed();
-  // Called with the name of each group of a process group when it is made, by the thread that asks for it.
-  // Set once, before the first.
+  // Sets a hook that is called with the name of each process group's group when it is made, by the thread
+  // that makes it. Set once, before the first group.
   static void on_new(std::function<void(const std::string&)> hook);
-  // For the end of the process: waits until what all its groups have to send has arrived, as other ranks may
-  // still be waiting for it, and tells them that nothing more will come.
+  // For the end of the process: waits until everything that its groups have to send has arrived, because
+  // other ranks may still wait for it. Then tells them that nothing more will come.
   static void leave_all();
-  // Figures of all groups that are open, by class of traffic.
+  // The figures of all open groups, by traffic class.
   static std::map<TrafficClass, CommStats> all_stats();
 
-  // job_ranks: of the process group's ranks, by rank.
+  // job_ranks: the ranks in the job, by rank in the process group.
   Group(GroupKey key, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
         const std::vector<int>& job_ranks);
 
@@ -53,24 +53,24 @@ class Group {
   int world_size() const { return context_.world_size; }
   c10d::ProcessGroup& process_group() const { return *rendezvous_.process_group(); }
 
-  // For tensors of that device; over the process group's own collectives where there is no other.
+  // The transport for tensors of that device; the process group's own collectives if there is no other.
   Transport& transport(c10::Device device);
-  // Whether transport() has been asked before for tensors of that device; until then asking is collective.
+  // Whether transport() has been called for that device; until then a call is collective.
   bool transport_sought(c10::Device device) const { return transports_.count(device) > 0; }
-  // `device`, or where it names no index the one of its kind that the group has a transport for, if any.
+  // `device`; without an index, the device of that kind for which the group has a transport, if any.
   c10::Device known_device(c10::Device device) const;
   // Whether chunks of tensors on that device are sent through a network. Collective until the first op.
   bool crosses_hosts(c10::Device device);
-  // In words; empty before the first op.
+  // The transport in words; empty before the first op.
   std::string transport_description() const;
-  // All ranks must settle the same, before the first op.
+  // Sets the group's settings; all ranks must pass the same, before the first op.
   void configure(GroupSettings settings);
   void set_traffic_class(TrafficClass traffic_class) { context_.traffic_class = traffic_class; }
-  // Frees what the group holds; its deadline and its settings stay. The next op makes the workspaces anew,
+  // Frees the group's memory; its deadline and settings stay. The next op makes the workspaces again,
   // collectively.
   void free_workspaces();
 
-  // This rank has left a pass by an exception: see GroupContext::failed_passes.
+  // Counts a pass that this rank has left by an exception: see GroupContext::failed_passes.
   void note_failed_pass() { ++context_.failed_passes; }
 
   CommStats stats() const { return context_.stats; }
@@ -82,24 +82,23 @@ class Group {
   void set_deadline_seconds(double seconds) { context_.deadline_seconds = seconds; }
   double deadline_seconds() const { return context_.deadline_seconds; }
 
-  // To tell the other ranks something before the first op, or beside all ops.
+  // For values to exchange with the other ranks before the first op, or beside all ops.
   Rendezvous& rendezvous() { return rendezvous_; }
 
  private:
-  // By where the ranks are and what was settled. Collective. Raises ValueError where what was settled is not
-  // possible there, or ranks settled different things; on all ranks, PeerLost or CommTimeout that name a rank
-  // where the store or a peer cannot be reached.
+  // Chooses the transport by where the ranks are and by the settings. Collective. Raises ValueError if the
+  // settings are not possible there, or differ between ranks. If the store or a peer cannot be reached,
+  // raises PeerLost or CommTimeout, on all ranks, with the name of a rank.
   std::unique_ptr<Transport> make_transport(c10::Device device);
   std::unique_ptr<Transport> open_transport(c10::Device device);
-  // As `served` has them.
+  // Takes the settings of `served`, whose companion this is.
   void take_settings(const Group& served);
 
   GroupKey key_;
   GroupContext context_;
   Rendezvous rendezvous_;
   GroupSettings settings_;
-  // The CPU's first.
-  std::mutex transports_mutex_;  // while transport() looks for one and makes it
+  std::mutex transports_mutex_;  // held while transport() looks for a transport and makes it
   std::map<c10::Device, std::unique_ptr<Transport>, bool (*)(const c10::Device&, const c10::Device&)>
       transports_{[](const c10::Device& a, const c10::Device& b) { return a.str() < b.str(); }};
 };

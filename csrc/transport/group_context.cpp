@@ -4,7 +4,7 @@
 
 namespace pyruntime {
 
-// Passes follow each other, forward and backward by turns, but where one backward pass follows another.
+// Forward and backward passes alternate, except where one backward pass follows another.
 int32_t Passes::now() {
   const int task = torch::autograd::get_current_graph_task_id();
   if (task == graph_task) return count;

@@ -44,8 +44,7 @@ Inside::Inside(GroupContext& context, Op op) : context_(&context) {
             name_of_thread(this_thread()) + " called " + name_of(op) + " while " + name_of_thread(other) +
             " was in " + name_of(theirs) +
             ". Ranks pair ops by the order in which they begin: let one thread after another call them, in "
-            "the "
-            "same order on all ranks, or make a group for each thread (torch.distributed.new_group)."));
+            "the same order on all ranks, or make a group for each thread (torch.distributed.new_group)."));
   }
   ++context.inside.depth;
   context.inside.op = op;

@@ -1,4 +1,4 @@
-// Which transport a group gets, and how it is made.
+// Chooses a group's transport and makes it.
 
 #include <utility>
 
@@ -19,8 +19,8 @@ namespace {
 struct TransportMaker {
   std::unique_ptr<Transport> for_cpu();
   std::unique_ptr<Transport> for_device(c10::Device device);
-  // Over the process group's own collectives; `why` no other. All of that group's ranks take part in them, so
-  // a companion of two ranks gets one that it cannot use: its ops are sends, which ask why_not_chunked().
+  // Makes the transport over the process group's own collectives; `why` there is no other. All of its ranks
+  // take part, so a companion of two ranks cannot use it: its ops are sends, which ask why_not_chunked().
   std::unique_ptr<Transport> collectives(c10::Device device, std::string why) {
     return make_collectives_transport(context, rendezvous.process_group(), device, std::move(why));
   }
@@ -28,13 +28,13 @@ struct TransportMaker {
 
   // Tells messages of this rendezvous apart from those of others over the same process group.
   int instance() const {
-    constexpr int64_t kPlaces = 4;                         // within a class: -1 to 2
-    const int64_t groups = 1 + kPlaces * kTrafficClasses;  // that share the process group and a rank
+    constexpr int64_t kPlaces = 4;                         // places within a class: -1 to 2
+    const int64_t groups = 1 + kPlaces * kTrafficClasses;  // groups that share the process group and a rank
     const int64_t own =
         key.companion ? 1 + kPlaces * static_cast<int64_t>(*key.companion) + key.within + 1 : 0;
     return static_cast<int>((gathered.number * groups + own) % (int64_t{1} << 30));
   }
-  // Each raises ValueError where it was asked for and there is a reason against it.
+  // Each raises ValueError if the feature was requested and there is a reason against it.
   void check_multicast_can_be(const std::string& why_not) const;
   void check_rings_can_be(const std::string& why_not) const;
   void check_multicast_on_all(c10::Device device, const DeviceLibrary* library, const std::string& why_none);
@@ -59,7 +59,7 @@ void TransportMaker::check_rings_can_be(const std::string& why_not) const {
                     "; rows go around rings between the devices of one host. Leave rings out.");
 }
 
-// On all ranks: who cannot must not leave the others waiting for its memory.
+// Checked on all ranks: a rank that cannot must not leave the others waiting for its memory.
 void TransportMaker::check_multicast_on_all(c10::Device device, const DeviceLibrary* library,
                                             const std::string& why_none) {
   const std::string own = library == nullptr ? why_none : why_no_multicast(device, *library);
@@ -82,14 +82,16 @@ std::unique_ptr<Transport> TransportMaker::for_device(c10::Device device) {
   if (settings.multicast != Multicast::kOff) check_multicast_on_all(device, library, why_no_library);
   if (hosts > 1) {
     std::string why_not;
+    const std::string pair = key.edge ? context.name + "/" + std::to_string(gathered.number) : "";
     auto made = make_several_hosts_device_transport(context, rendezvous.process_group(), device, hosts,
-                                                    instance(), library, why_not);
+                                                    instance(), pair, library, why_not);
     return made ? std::move(made) : collectives(device, why_not);
   }
   check_rings_can_be(why_no_library);
   if (library == nullptr) return collectives(device, why_no_library);
-  return std::make_unique<DeviceTransport>(context, rendezvous.workspace_group(gathered, layout), device,
-                                           *library, settings);
+  PeerProcesses processes(gathered.pids.begin(), gathered.pids.end());
+  return std::make_unique<DeviceTransport>(context, rendezvous.workspace_group(gathered, layout),
+                                           std::move(processes), device, *library, settings);
 }
 
 std::unique_ptr<Transport> TransportMaker::for_cpu() {

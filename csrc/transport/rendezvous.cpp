@@ -15,15 +15,15 @@ namespace pyruntime {
 
 namespace {
 
-// What torch's init_process_group puts in front of all keys of the groups that stand on its own.
+// The prefix that torch's init_process_group puts before the keys of all groups.
 constexpr char kOfAllGroups[] = "default_pg";
 
-// torch tells a store's prefix to classes derived from it alone.
+// torch shows a store's prefix only to derived classes.
 struct Prefix : c10d::PrefixStore {
   static const std::string& of(const c10d::PrefixStore& store) { return store.*&Prefix::prefix_; }
 };
 
-// The store keeps what was said under a name, and a group may be made anew under its own.
+// The store keeps values by name, and a group may be made again under its old name.
 std::string unique_name(const std::string& group) {
   static std::atomic<int> names{0};
   return group + "/" + std::to_string(getpid()) + "." + std::to_string(++names);
@@ -36,9 +36,9 @@ Rendezvous::Rendezvous(const GroupContext& context, c10::intrusive_ptr<c10d::Pro
   if (context.world_size > 1) join_job();
 }
 
-// All groups of a job stand on the same store, each below a prefix of its own. Ranks may open different
-// groups first, so which store that is must not depend on the group: it is the one that torch makes all
-// groups on.
+// All groups of a job use the same store, each below a prefix of its own. Ranks may open different groups
+// first, so the choice of store must not depend on the group: it is the store on which torch makes all
+// groups.
 void Rendezvous::join_job() {
   FailureBoard& board = FailureBoard::instance();
   auto store = process_group_->getStore(), below = store;
@@ -93,7 +93,7 @@ std::vector<std::string> Rendezvous::exchange(const std::string& topic, const st
 std::vector<double> Rendezvous::agree(const std::string& topic, const std::vector<double>& own) {
   std::string text;
   for (const double value : own) text += std::to_string(value * 1e12) + " ";
-  // Of the texts alone, this rank's own too: all must come to the same number to the last bit.
+  // Uses only the texts, this rank's own too: all must get the same number to the last bit.
   std::vector<double> largest(own.size(), 0.0);
   for (const std::string& theirs : exchange(topic, text)) {
     std::istringstream values(theirs);
@@ -118,8 +118,8 @@ Gathered Rendezvous::gather(const GroupSettings& settings) {
   constexpr char kSeparator = '\x1f';
   const std::string own = settings.text();
   Gathered gathered;
-  // Counted in the store: a group may be closed and used again, and its ranks must know which rendezvous a
-  // peer's message belongs to.
+  // The store counts rendezvous: a group may be closed and used again, and its ranks must know to which
+  // rendezvous a peer's message belongs.
   gathered.number = process_group_->getStore()->add(key_of("rendezvous", context_.rank), 1);
   for (const std::string& theirs :
        exchange("host/" + std::to_string(gathered.number),
@@ -138,6 +138,7 @@ Gathered Rendezvous::gather(const GroupSettings& settings) {
                       context_.name_of(peer), " with ", settled,
                       "; call pyruntime.comm.configure alike on all ranks.");
     gathered.hosts.push_back(host);
+    gathered.pids.push_back(std::stoi(pid));
   }
   if (!settings.hosts.empty()) gathered.hosts = settings.hosts;
   return gathered;

@@ -55,7 +55,7 @@ std::string GroupSettings::text() const {
 
 GroupSettings GroupSettings::among(const std::vector<int>& ranks) const {
   GroupSettings some = *this;
-  // What was asked for all ranks may not be possible among some: a host may have one of them.
+  // A choice for all ranks may be impossible among some: a host may have only one of them.
   if (transport == TransportKind::kHierarchical) some.transport = TransportKind::kAuto;
   some.rings = Rings();
   some.hosts.clear();

@@ -7,8 +7,7 @@
 //     flight.wait(c)  ... read flight.memory(c) ...              a chunk of another rank has arrived
 //     flight.finish()                     this rank has read all it wanted: the memory may be used again
 //
-// All ranks of a group must begin the same flights in the same order; a rank that does not is told so by
-// name.
+// All ranks of a group must begin the same flights in the same order; otherwise an error names the ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,57 +26,56 @@ namespace pyruntime {
 class DeviceSharing;
 struct FusedGemm;
 
-// Every rank shows its rows; any rank reads any other's.
+// A gather: every rank offers its rows, and any rank reads any other's.
 class GatherFlight {
  public:
   virtual ~GatherFlight() = default;
 
-  // This rank's rows first, whole; then the others' as they are expected to arrive.
+  // The order to visit chunks in: this rank's rows first, whole; then the others' as they should arrive.
   virtual const std::vector<Chunk>& order() const = 0;
-  // This rank's rows as they leave.
+  // This rank's rows in the chunks in which they leave.
   virtual const std::vector<Chunk>& own() const = 0;
-  // Of this rank, to be written before publish(); of another, valid after wait().
+  // The chunk's memory: to be written before publish() if it is this rank's, else valid after wait().
   virtual at::Tensor memory(const Chunk& chunk) = 0;
   virtual void publish(const Chunk& chunk) = 0;
   virtual void wait(const Chunk& chunk) = 0;
-  // Whether wait() would return at once; false also where that cannot be told.
+  // Whether wait() would return at once; false also if that is unknown.
   virtual bool has_come(const Chunk& /*chunk*/) const { return false; }
-  // After wait(), while the ledger is on.
+  // The journey of a chunk, after wait() while the ledger is on.
   virtual Travelled travelled(const Chunk& /*chunk*/) const { return {}; }
-  // The GEMM of all rows, of which `GEMM.a` has this rank's, in one kernel that waits for the others'.
-  // After publish(), as often as there are weights; only where DeviceSharing::why_not_fused() is empty.
+  // Multiplies all rows in one kernel that waits for the others' rows; `GEMM.a` has this rank's. Called after
+  // publish(), once for each weight; only if DeviceSharing::why_not_fused() is empty.
   virtual void multiply(const FusedGemm& gemm);
   virtual void finish() = 0;
 };
 
-// Every rank writes its part of all rows; each owner gets the sum of its own rows over the ranks, and after
-// that, where it was asked for, everybody's sums.
+// A scatter: every rank writes its part of all rows. Each owner gets the sum of its own rows over the ranks
+// and then, if requested, everybody's sums.
 class ScatterFlight {
  public:
   virtual ~ScatterFlight() = default;
 
-  // What others wait for comes first; this rank's own rows last, while the others' parts travel.
+  // The order to write parts in: others' rows first; this rank's last, while the others' parts travel.
   virtual const std::vector<Chunk>& order() const = 0;
-  // Where this rank writes its part of the chunk, [row_blocks, chunk.rows * inner, width].
+  // The memory of this rank's part of the chunk, [row_blocks, chunk.rows * inner, width].
   virtual at::Tensor part(const Chunk& chunk) = 0;
   virtual void publish(const Chunk& chunk) = 0;
-  // Waits for the others' parts of this rank's rows and sums them, with bias [width] added once, into
-  // out [row_blocks, own rows * inner, width], contiguous. Where everybody's sums are asked for, out is not
-  // used: see sum().
+  // Waits for the others' parts of this rank's rows and sums them, adding bias [width] once, into contiguous
+  // out [row_blocks, own rows * inner, width]; with everybody's sums out is not used: see sum().
   virtual void reduce(const at::Tensor& out, const at::Tensor& bias) = 0;
-  // Whether reduce() would not wait; false also where that cannot be told.
+  // Whether reduce() would not wait; false also if that is unknown.
   virtual bool parts_have_come() const { return false; }
-  // All of that in one kernel, instead of part(), publish() and reduce(): `GEMM.a` has all rows,
-  // `GEMM.out` gets the sums of this rank's. Other ranks need not do the same. Only where
+  // Does all of this in one kernel instead of part(), publish() and reduce(): `GEMM.a` has all rows,
+  // `GEMM.out` gets the sums of this rank's. Other ranks need not do the same. Only if
   // DeviceSharing::why_not_fused() is empty.
   virtual void multiply(const FusedGemm& gemm);
 
-  // For all_reduce, after reduce(): the sums of all rows, this rank's first.
+  // For all_reduce, after reduce(): the order of the sums of all rows, this rank's first.
   virtual const std::vector<Chunk>& sums_order() const = 0;
   virtual void wait_for_sum(const Chunk& chunk) = 0;
-  // Whether wait_for_sum() would return at once; false also where that cannot be told.
+  // Whether wait_for_sum() would return at once; false also if that is unknown.
   virtual bool sum_has_come(const Chunk& /*chunk*/) const { return false; }
-  // After wait_for_sum(), while the ledger is on.
+  // The journey of a sum, after wait_for_sum() while the ledger is on.
   virtual Travelled travelled(const Chunk& /*chunk*/) const { return {}; }
   virtual at::Tensor sum(const Chunk& chunk) = 0;
   virtual void finish() = 0;
@@ -88,36 +86,36 @@ class Transport {
   virtual ~Transport() = default;
 
   virtual std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) = 0;
-  // `all`: everybody's sums will be asked for, in which all ranks agree.
+  // `all`: everybody's sums will be read; all ranks must agree on this.
   virtual std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) = 0;
-  // The same, in which only `rows` of the descriptor's travel, in ascending order and the same on all ranks:
-  // each is summed by the rank and in the order that it is summed in among all. Chunks count these rows.
-  // Only where scatters_some(), an answer for all ranks.
+  // The same, but only `rows` of the descriptor's rows travel, in ascending order and the same on all ranks.
+  // The same rank sums each of them in the same order as it would among all rows. Chunks count these rows.
+  // Only if scatters_some(), which is the same on all ranks.
   virtual std::unique_ptr<ScatterFlight> scatter_some(const FlightDescriptor& descriptor, bool all,
                                                       const std::vector<int64_t>& rows);
   virtual bool scatters_some() const { return false; }
-  // The rows that every rank holds; `descriptor.rows` is kUnknownRows.
+  // The number of rows that each rank has; `descriptor.rows` is kUnknownRows.
   virtual std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) = 0;
 
-  // Why rows travel whole, so that no GEMM can run while some of them are under way; empty where they travel
-  // in chunks. An answer for all ranks.
+  // Says why rows travel whole, so that no GEMM can run while some are under way; empty if they travel in
+  // chunks. The answer is the same on all ranks.
   virtual std::string why_not_chunked() const { return {}; }
-  // Why a rank's rows cannot travel in so many pieces (FlightDescriptor::pieces); empty where they can. An
-  // answer for all ranks.
+  // Says why a rank's rows cannot travel in that many pieces (FlightDescriptor::pieces); empty if they can.
+  // The answer is the same on all ranks.
   virtual std::string why_not_pieces(int pieces) const;
-  // Numbers of pieces worth trying beside the one that the transport chooses for such a flight. An answer
-  // for all ranks.
+  // Numbers of pieces worth trying besides the one that the transport chooses for such a flight. The answer
+  // is the same on all ranks.
   virtual std::vector<int> other_pieces(const FlightDescriptor& /*descriptor*/) const { return {}; }
-  // Its fused kernels; none: nullptr.
+  // The transport's fused kernels; nullptr without any.
   virtual DeviceSharing* device_sharing() { return nullptr; }
 
-  // Waits until everything that this rank was asked to send has arrived. Peers may still need it to.
+  // Waits until everything that this rank has to send has arrived: peers may still need it.
   virtual void flush() {}
-  // flush(), and says goodbye: this process will end.
+  // Does flush(), then tells the peers that this process will end.
   virtual void leave() {}
 
   virtual bool crosses_hosts() const = 0;
-  // In words, for people: over what, between how many hosts.
+  // The transport in words, for people: its medium and the number of hosts.
   virtual std::string description() const = 0;
   virtual int64_t workspace_bytes() const = 0;
 

@@ -17,10 +17,10 @@ namespace pyruntime {
 
 // A part of the job's store for one workspace.
 //
-// torch's symmetric memory of CUDA exchanges what it has to tell under WHAT/NUMBER/RANK, where NUMBER counts
-// the exchanges of the process, in whichever groups they were. Ranks that are in different groups have
-// counted differently, and would wait for each other's keys for ever; groups that share a store would read
-// each other's. Here keys begin with the workspace's name and NUMBER counts its own exchanges.
+// torch's symmetric memory of CUDA exchanges its data under WHAT/NUMBER/RANK, where NUMBER counts the
+// exchanges of the process, over all groups. Ranks in different groups have counted differently, and would
+// wait for each other's keys forever; groups that share a store would read each other's keys. Here keys begin
+// with the workspace's name, and NUMBER counts only its own exchanges.
 class WorkspaceStore : public c10d::Store {
  public:
   WorkspaceStore(c10::intrusive_ptr<c10d::Store> store, std::string group, int rank,
@@ -30,7 +30,7 @@ class WorkspaceStore : public c10d::Store {
   using c10d::Store::compareSet;
   using c10d::Store::set;
 
-  // Of every wait from now on, whatever torch asks for: its own is minutes, and ends for no other reason.
+  // Limits every wait from now on, whatever torch passes: torch's limit is minutes, and nothing else ends it.
   void set_deadline_seconds(double seconds) { deadline_seconds_ = seconds; }
 
   c10::intrusive_ptr<c10d::Store> clone() override {
@@ -74,14 +74,14 @@ class WorkspaceStore : public c10d::Store {
     const size_t end = std::min(key.find('/', slash + 1), key.size());
     const std::string number = key.substr(slash + 1, end - slash - 1);
     if (number.empty() || number.find_first_not_of("0123456789") != std::string::npos) return prefix + key;
-    // An exchange is over on a rank before it begins the next.
+    // A rank ends one exchange before it begins the next.
     if (std::exchange(exchange_, number) != number) ++exchanges_;
     return prefix + key.substr(0, slash + 1) + std::to_string(exchanges_) + key.substr(end);
   }
 
   std::string name_of(int rank) const { return JobRanks::instance().name_and_place(job_ranks_.at(rank)); }
 
-  // Of WHAT/NUMBER/RANK.
+  // The rank in WHAT/NUMBER/RANK.
   std::string who_tells(const std::string& key) const {
     const std::string rank = key.substr(key.rfind('/') + 1);
     const bool is_rank = !rank.empty() && rank.size() < 6 &&
@@ -103,7 +103,7 @@ class WorkspaceStore : public c10d::Store {
   int rank_;
   std::vector<int> job_ranks_;
   double deadline_seconds_ = kDefaultDeadlineSeconds;
-  std::string exchange_;  // torch's number of the last one
+  std::string exchange_;  // torch's number of the latest exchange
   uint64_t exchanges_ = 0;
 };
 
@@ -117,7 +117,7 @@ WorkspaceGroup::WorkspaceGroup(std::string name, int rank, std::vector<int> job_
   JobRanks::instance().enter(name_, std::move(job_ranks));
 }
 
-// Nothing is missing where destroy_process_group() has forgotten all groups before.
+// Nothing is missing if destroy_process_group() has already forgotten all groups.
 WorkspaceGroup::~WorkspaceGroup() {
   JobRanks::instance().leave(name_);
   c10d::unregister_process_group(name_);

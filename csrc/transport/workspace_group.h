@@ -1,5 +1,5 @@
-// The ranks that share a workspace, as torch's symmetric memory finds them on every kind of device: a process
-// group, registered under the workspace's name for as long as the workspace is there.
+// The ranks that share a workspace, as a process group in which torch's symmetric memory finds them on every
+// kind of device. It is registered under the workspace's name while the workspace exists.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,20 +13,20 @@ namespace pyruntime {
 
 class WorkspaceStore;
 
-// It has no backend: symmetric memory asks it for ranks and the store alone.
+// It has no backend: symmetric memory needs only its ranks and its store.
 class WorkspaceGroup {
  public:
-  // `name` is that of no other group in this process, and the same on all ranks; `store` is theirs.
-  // job_ranks: of its ranks, by rank.
+  // `name` is no other group's in this process, and the same on all ranks; `store` is shared by them.
+  // job_ranks: the ranks in the job, by rank.
   WorkspaceGroup(std::string name, int rank, std::vector<int> job_ranks,
                  c10::intrusive_ptr<c10d::Store> store);
   ~WorkspaceGroup();
   WorkspaceGroup(const WorkspaceGroup&) = delete;
   WorkspaceGroup& operator=(const WorkspaceGroup&) = delete;
 
-  // Every rank's memory, reachable from all. Collective; `memory` is what `allocator` gave, nullptr for
-  // torch's symmetric memory, of the same size on every rank. Raises CommTimeout where they have not come
-  // within `seconds`.
+  // Makes every rank's memory reachable from all. Collective. `memory` comes from `allocator` (nullptr:
+  // torch's symmetric memory) and has the same size on every rank. Raises CommTimeout if the ranks have not
+  // come within `seconds`.
   c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> rendezvous(
       const at::Tensor& memory, double seconds,
       c10d::symmetric_memory::SymmetricMemoryAllocator* allocator = nullptr) const;

@@ -1,13 +1,14 @@
-"""torchtitan's debug Llama, tensor parallel over CPU ranks: by its own DTensor path, and by ours in two ways.
+"""Trains torchtitan's debug Llama tensor parallel over CPU ranks: by its own DTensor path, and in two ways by
+ours.
 
     torchrun --nproc-per-node 2 examples/torchtitan/train.py [--dim 256] [--layers 6] [--only NAME ..]
 
-Every way starts from the same weights, sees the same text (Python's standard library, byte by byte) and
-runs torchtitan's Trainer. The ways take a step in turns, in an order drawn anew for every step, so that a
-slow minute of the machine is one of all ways. Printed, of the steps after the first three: the median of the
-slowest rank's tokens a second, and the median, with quartiles, of how many times as fast as the first way's
-step that was; and losses. Ends with code 1 where a loss curve is not that of the first way. README.md beside
-this file tells the rest.
+Every way starts from the same weights, sees the same text (Python's standard library, byte by byte) and runs
+torchtitan's Trainer. The ways take steps in turns, in a new random order for every step, so that a slow
+minute of the machine affects all ways. For the steps after the first three it prints the median of the
+slowest rank's tokens a second, the speed relative to the first way (median and quartiles over steps), and
+losses. It ends with code 1 if a loss curve differs from the first way's. README.md beside this file has the
+rest.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-# torchtitan looks for an accelerator once, when it is imported, and takes "cuda" where it finds none.
+# torchtitan looks for an accelerator once, at import, and assumes "cuda" if it finds none.
 torch._utils._get_available_device_type = lambda: "cpu"
 
 try:
@@ -70,7 +71,7 @@ TOLERANCE = 2e-3
 
 
 class Text(BaseDataLoader):
-    """Batches of one text: ({"input": ids [B, S]}, the ids after them [B, S]), ids being its bytes."""
+    """Batches of one text: ({"input": ids [B, S]}, the next ids [B, S]); ids are bytes."""
 
     def __init__(self, job_config: JobConfig, **_: object) -> None:
         self.batch, self.seq_len = job_config.training.local_batch_size, job_config.training.seq_len
@@ -94,8 +95,8 @@ class Text(BaseDataLoader):
 
 
 class Losses:
-    """What the Trainer tells its metrics; torchtitan's own asks the device for its memory, which a CPU's
-    module of torch does not tell."""
+    """Metrics that record the Trainer's losses; torchtitan's own read the device's memory, which torch.cpu
+    does not report."""
 
     def __init__(self, *_: object) -> None:
         stats = SimpleNamespace(max_reserved_gib=0.0, max_reserved_pct=0.0)
@@ -115,8 +116,8 @@ class Losses:
 
 @register_backend(name="async-tp")
 def async_tp(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
-    """inductor with torch's async TP. A backend of its own, because a setting of inductor's would be one of
-    all ways, whose blocks are the same code to torch.compile."""
+    """Compiles by inductor with torch's async TP. A separate backend, because a setting of inductor would
+    apply to all ways: their blocks are the same code to torch.compile."""
     return compile_fx(graph, inputs, config_patches={"_micro_pipeline_tp": True})
 
 
@@ -143,7 +144,7 @@ def configured(way: str, args: argparse.Namespace, folder: str) -> JobConfig:
 
 
 def load(model: torch.nn.Module, whole: dict[str, torch.Tensor]) -> None:
-    """The same weights into every way's shards."""
+    """Loads the same weights into every way's shards."""
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         set_model_state_dict(model, dict(whole), options=StateDictOptions(full_state_dict=True))
     else:
@@ -152,7 +153,7 @@ def load(model: torch.nn.Module, whole: dict[str, torch.Tensor]) -> None:
 
 @dataclass
 class Way:
-    """A Trainer that takes its steps, and what they took: seconds on this rank, and ops of ours."""
+    """A Trainer, the seconds of its steps on this rank, and the number of our ops in a step."""
 
     trainer: Trainer
     batches: Iterator
@@ -185,21 +186,21 @@ def made(way: str, args: argparse.Namespace, whole: dict[str, torch.Tensor], fol
     trainer = Trainer(configured(way, args, folder))
     load(trainer.model_parts[0], whole)
     if way in BACKENDS:
-        # Under torch 2.13 the gradient of a collective whose result a compiled block waits for comes back
-        # as no DTensor; so it is waited for before the first block.
+        # Under torch 2.13, if a compiled block waits for a collective, that collective's gradient is no
+        # DTensor; so the clone waits for it before the first block.
         trainer.model_parts[0].tok_embeddings.register_forward_hook(lambda _, __, out: out.clone())
     return Way(trainer, trainer.batch_generator(trainer.dataloader))
 
 
 def model_args(args: argparse.Namespace):
-    """The debug model's, of another size where that was asked for."""
+    """Returns the debug model's arguments with the sizes of the command line."""
     return replace(
         llama3_args["debugmodel"], dim=args.dim, n_layers=args.layers, n_heads=HEADS, max_seq_len=args.seq
     )
 
 
 def slowest(ways: dict[str, Way]) -> dict[str, list[float]]:
-    """Seconds of the slowest rank, step by step, without the first that warm up."""
+    """Returns the slowest rank's seconds, step by step, without the warm-up steps."""
     mine = [way.seconds[WARM:] for way in ways.values()]
     everyone = gather(dist.group.WORLD, "Gathering seconds", mine, list[list[float]])
     return {
@@ -209,7 +210,7 @@ def slowest(ways: dict[str, Way]) -> dict[str, list[float]]:
 
 
 def report(ways: dict[str, Way], tokens: int) -> int:
-    """Prints a line for each way on rank 0. 1 where a loss curve is not the first's."""
+    """Prints a line for each way on rank 0. Returns 1 if a loss curve differs from the first way's."""
     seconds = slowest(ways)
     first = next(iter(ways))
     status = 0

@@ -1,4 +1,4 @@
-"""Forward passes that are run only to be compared: nothing is left of them but what comes out."""
+"""Runs forward passes only to compare their outputs, without side effects, and compares outputs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyruntime import ops
 from pyruntime.comm.core import _C
+from pyruntime.comm.devices import accelerator
 from pyruntime.nn.cut import as_plain
 from pyruntime.nn.parameters import TensorGroup
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
-"""Of a tensor's norm."""
+"""{dtype: the largest allowed difference, as a share of a tensor's norm}."""
 
-_ARGUMENTS = 16  # of a call, that ranks compare
+_ARGUMENTS = 16  # how many arguments of a call ranks compare
 
 
 def tensors_of(output: Any) -> Iterator[tuple[str, Tensor]]:
-    """(" name", tensor) of an output that is a tensor, or a tuple, mapping or dataclass of such."""
+    """Yields (" name", tensor) of an output: a tensor, or a tuple, mapping or dataclass of tensors."""
     if isinstance(output, Tensor):
         yield "", output
         return
@@ -57,12 +58,12 @@ def asked(model: nn.Module, getter: str) -> Any:
     given = getattr(model, getter, None)
     try:
         return given() if callable(given) else None
-    except NotImplementedError:  # transformers' word for a model without one
+    except NotImplementedError:  # transformers raises it for a model without one
         return None
 
 
 def first_difference(expected: Any, found: Any) -> tuple[str, Tensor, Tensor | None] | None:
-    """(" name", tensor, what `found` has in its place) of the first tensor of an output that differs."""
+    """Returns (" name", tensor, its counterpart in `found`) of the first tensor of an output that differs."""
     ours = dict(tensors_of(found))
     for name, whole in tensors_of(expected):
         mine = ours.get(name)
@@ -74,13 +75,13 @@ def first_difference(expected: Any, found: Any) -> tuple[str, Tensor, Tensor | N
 def check_same_arguments(
     group: TensorGroup, device: torch.device, args: tuple, kwargs: Mapping[str, Any]
 ) -> None:
-    """ValueError, on every rank alike, where a tensor that is an argument of a call has another form on one
-    rank of the group, or other numbers than rounding explains: ranks that are given different batches compute
-    what is right for none of them.
+    """Raises ValueError, the same on every rank, where a tensor argument of a call differs between ranks of
+    the group: in name, shape or dtype, or in its numbers by more than rounding. Ranks with different batches
+    would compute a result that is right for none of them.
 
     Ranks exchange three numbers for each of the first 16 tensors, on `device`."""
     given = [*tensors_of(args), *sorted(tensors_of(dict(kwargs)))]
-    kinds = (Tensor, nn.Parameter)  # a subclass may travel where it is read
+    kinds = (Tensor, nn.Parameter)  # reading a subclass may communicate
     dense = [
         (name, t)
         for name, t in given
@@ -97,7 +98,7 @@ def check_same_arguments(
         everyone = ops.all_gather_stats(everyone, axis.name).flatten(0, 1)
     form, norm, projected = everyone.cpu().unbind(-1)
     other = form != form[0]
-    if not other.any():  # the dtypes too are those of every rank
+    if not other.any():  # all ranks have the same dtypes, so `allowed` is the same
         other = ((norm - norm[0]).abs() > allowed * norm[0]) | ((projected - projected[0]).abs() > allowed)
     if other.any():
         rank, i = other.nonzero()[0].tolist()
@@ -108,12 +109,12 @@ def check_same_arguments(
         raise ValueError(
             f"The ranks are given different batches: {names[i] or 'an argument'} of {one} is not that of "
             f"{first}. Ranks of a tensor-parallel group compute one batch together: give all of them the "
-            "same, by the same seed and without a DistributedSampler over them."
+            "same batch, with the same seed and without a DistributedSampler over them."
         )
 
 
 def _fingerprint(name: str, tensor: Tensor) -> tuple[float, float, float]:
-    """A number for its name, shape and dtype, its norm, and what it is along a random direction."""
+    """Returns (a number for name, shape and dtype; the norm; the projection on a random direction)."""
     form = zlib.crc32(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
     values = torch.nan_to_num(tensor.detach().double().flatten(), 0.0, 0.0, 0.0)
     draw = torch.Generator().manual_seed(0)
@@ -123,13 +124,13 @@ def _fingerprint(name: str, tensor: Tensor) -> tuple[float, float, float]:
 
 
 def copied(arguments: Any) -> Any:
-    """Arguments that the call may write into (caches)."""
+    """Copies arguments, because a call may write into them (caches)."""
     return copy.deepcopy(torch.utils._pytree.tree_map_only(Tensor, lambda t: t.detach(), arguments))
 
 
 @contextlib.contextmanager
 def forwards(layers: Sequence[Layer], of: Callable[[Layer], Callable]) -> Iterator[None]:
-    """Each layer's forward is `of(layer)` inside."""
+    """Replaces each layer's forward by `of(layer)` inside the context."""
     before = [(layer, vars(layer).get("forward")) for layer in layers]
     for layer in layers:
         layer.__dict__["forward"] = of(layer)
@@ -144,11 +145,14 @@ def forwards(layers: Sequence[Layer], of: Callable[[Layer], Callable]) -> Iterat
 
 @contextlib.contextmanager
 def untouched(module: nn.Module) -> Iterator[NoDropout]:
-    """No gradients, no dropout, and cut weights are plain shards; buffers and random numbers are put back."""
+    """A context without gradients and dropout, with cut weights as plain shards. Buffers and random states
+    are restored at its end."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    devices = {b.device for b in (*module.parameters(), *module.buffers()) if b.device.type == "cuda"}
+    kind = accelerator() or "cuda"
+    devices = {b.device for b in (*module.parameters(), *module.buffers()) if b.device.type == kind}
+    drawn = torch.random.fork_rng(list(devices), device_type=kind)
     state = random.getstate()
-    with torch.no_grad(), as_plain(), torch.random.fork_rng(list(devices)), NoDropout() as mode:
+    with torch.no_grad(), as_plain(), drawn, NoDropout() as mode:
         torch.manual_seed(0)
         random.seed(0)
         try:
@@ -160,8 +164,8 @@ def untouched(module: nn.Module) -> Iterator[NoDropout]:
 
 
 class NoDropout(TorchDispatchMode):
-    """Dropout keeps everything: masks of a rank's heads are not a part of the whole's. has_drawn: whether
-    random numbers were asked for."""
+    """Turns dropout off, because masks of a rank's heads are no part of the whole model's masks. has_drawn:
+    whether an operator drew random numbers."""
 
     def __init__(self) -> None:
         super().__init__()

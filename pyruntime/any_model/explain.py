@@ -1,4 +1,4 @@
-"""Which tier every parallel layer ran on, why not a faster one, and what else a plan has changed."""
+"""Reports the tier on which every parallel layer ran, why not a faster one, and what else a plan changed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from pyruntime.any_model.plans import LEFT_WHOLE
 from pyruntime.comm import transport_of
 from pyruntime.nn.embedding import VocabParallelEmbedding
 from pyruntime.nn.linear import ParallelLinear
+from pyruntime.nn.parallel_experts import ParallelExperts
 from pyruntime.nn.tiers import OpUse, strict_refusal, tier_of
 from pyruntime.text import block_name, columns, footnotes
 
+Layer = ParallelLinear | VocabParallelEmbedding | ParallelExperts
 _HEAD = (
     *("layer", "pass", "op", "rows", "n", "k", "dtype", "tp", "transport", "asked", "tier"),
     *("why not a faster one", "strict=True would refuse"),
@@ -27,9 +29,9 @@ _HEAD = (
 class LayerReport:
     """One primitive of one layer, as of the layer's last call.
 
-    rows, n, k: the GEMM of a rank, [rows, k] @ [n, k]^T, rows over all ranks; rows is 0 before the first
-    call. transport: how chunks travel, "" before the group's first op. asked, tier, reason: the tier asked
-    for, the one that runs at this shape, and why not a faster one.
+    rows, n, k: the GEMM of a rank, [rows, k] @ [n, k]^T, with the rows of all ranks; rows is 0 before the
+    first call. transport: how chunks travel, "" before the group's first op. asked, tier, reason: the
+    requested tier, the one that runs at this shape, and why not a faster one.
     strict: what strict=True would refuse, "" where nothing."""
 
     name: str
@@ -49,15 +51,15 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What `explain` found; str() is a table, with reasons that several lines share below it.
+    """The result of `explain`. str() is a table; reasons that several lines share stand below it.
 
-    gave_way: {layer: why it gives or takes whole activations though its plan had it cut}, as the first call
-    found. left_whole: {module or parameter: why plan "auto" has not cut it}. packed: {layer: the parts of its
-    features, each cut by itself}. shared: layers that read one input and run as one op where gradients are
-    on. form: whether norms and residuals are on a rank's rows, or
-    why not; "" before the first call, and under plans other than "auto". norms: {RMS norm that plan "auto"
-    has given the one kernel: why its last call ran the model's code instead, or ""}. loss: which logits the
-    loss of a causal model has read when it was last taken, "" before and where it is not ours."""
+    gave_way: {layer: why the first call made it give or take whole activations}. left_whole: {module or
+    parameter: why plan "auto" did not cut it}. packed: {layer: sizes of the parts of its features, each cut
+    by itself}. shared: groups of layers that read one input and run as one op where gradients are on. form:
+    whether norms and residuals are on a rank's rows, or why not; "" before the first call, and under plans
+    other than "auto". norms: {RMS norm to which plan "auto" gave the fused kernel: why its last call ran the
+    model's code instead, or ""}. loss: which logits the last loss of a causal model read; "" before the
+    first, and where the model's own loss is used."""
 
     rows: tuple[LayerReport, ...]
     gave_way: Mapping[str, str] = field(default_factory=dict)
@@ -91,7 +93,7 @@ class Report:
 
 
 def _by_reason(what: str, reasons: Mapping[str, str]) -> list[str]:
-    """A line for each reason, with the modules it holds for; those of all blocks once."""
+    """Returns a line for each reason, with its modules. Modules of all blocks are named once."""
     kinds: dict[str, dict[str, None]] = {}
     for name, why in reasons.items():
         kinds.setdefault(block_name(why), {})[block_name(name)] = None
@@ -99,17 +101,13 @@ def _by_reason(what: str, reasons: Mapping[str, str]) -> list[str]:
 
 
 def explain(model: nn.Module) -> Report:
-    """A line for every primitive of every parallel layer of `model`. Runs nothing and communicates nothing.
+    """Reports every primitive of every parallel layer of `model`, a line each. Communicates nothing.
 
-    The tier is that of the layer's last call: run a step first, or the line says that the layer has not run
-    yet. Raises TypeError for what is no module."""
+    The tier is that of the layer's last call. Run a step first, else the line says that the layer has not run
+    yet. Raises TypeError where `model` is no nn.Module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"explain() is of an nn.Module; found: {type(model).__name__}.")
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, ParallelLinear | VocabParallelEmbedding)
-    }
+        raise TypeError(f"explain() takes an nn.Module; found: {type(model).__name__}.")
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Layer)}
     hooks = {name: layer.hook for name, layer in layers.items() if isinstance(layer.hook, LinearHook)}
     inputs = dict.fromkeys(hook.shared for hook in hooks.values() if isinstance(hook, ColumnHook))
     forms = dict.fromkeys(hook.model.form for hook in hooks.values() if hook.model.form)
@@ -129,10 +127,10 @@ def explain(model: nn.Module) -> Report:
     )
 
 
-def _line(name: str, layer: ParallelLinear | VocabParallelEmbedding, use: OpUse) -> LayerReport:
+def _line(name: str, layer: Layer, use: OpUse) -> LayerReport:
     asked = tier = "collective"
     reason, refused = "a table look-up has no GEMM to hide a collective under", ""
-    if isinstance(layer, ParallelLinear):
+    if not isinstance(layer, VocabParallelEmbedding):
         asked, tier, reason = layer.tier, "-", "has not run yet"
         if layer.last_rows:
             tier, reason = tier_of(layer, use)
@@ -147,7 +145,7 @@ def _line(name: str, layer: ParallelLinear | VocabParallelEmbedding, use: OpUse)
         k=use.k,
         dtype=str(layer.weight.dtype).removeprefix("torch."),
         group_size=group.size,
-        # The kind alone: what was measured of the link stands in `pyruntime.comm.transport_of`.
+        # Only the kind; `pyruntime.comm.transport_of` also has what was measured of the link.
         transport="-" if group.size == 1 else transport_of(group.name).split(",")[0],
         asked=asked,
         tier=tier,

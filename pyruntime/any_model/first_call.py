@@ -1,17 +1,16 @@
-"""The first call of a model that parallelize() has cut: the same numbers as whole, or a refusal.
+"""Compares the first call of a model that parallelize() has cut with the whole model; raises if they differ.
 
-What stands between a column and a row linear is the model's own code, and only running it tells whether it
-works on a rank's features as it does on all of them: a view with the whole number of heads, or a chunk of a
-fused linear, goes through and computes something else. So the first forward in training, and the first in
+The code between a column and a row linear is the model's own. Only running it tells whether it works on a
+rank's features as it does on all of them: a view with the whole number of heads, or a chunk of a fused
+linear, runs without an error and computes something else. So the first forward in training, and the first in
 evaluation, runs twice more without gradients: with whole weights, gathered layer by layer, and with this
-rank's shards. Both times every row linear is given the whole weights' output, so the inputs of each region
-are bitwise the same, and its result, the row linear's input, is compared by random projections. So are the
-inputs of linears that read whole activations ("column_gather", "row_split"). Dropout is off, and buffers,
-random numbers and arguments are given back as they were.
+rank's shards. In both runs every row linear returns the output of the whole weights. So the inputs of each
+region (the code between column and row linears) are bitwise the same, and its result, the row linear's input,
+is compared by random projections. The inputs of linears that read whole activations ("column_gather",
+"row_split") are compared too. Dropout is off; buffers, random states and arguments are restored.
 
 Under a plan that gives way ("auto"), linears around a mismatch become "column_gather" and "row_split" in all
-layers of their kind, and the comparison is made again.
-"""
+layers of their kind, and the comparison is repeated."""
 
 from __future__ import annotations
 
@@ -44,12 +43,12 @@ from pyruntime.nn.linear import ColumnParallelLinear, ParallelLinear, RowParalle
 from pyruntime.nn.parameters import shard_bounds
 from pyruntime.text import block_name
 
-_DIRECTIONS = 8  # random projections of an input
+_DIRECTIONS = 8  # the number of random projections of an input
 
 
 class FirstCall:
-    """A forward pre-hook for a module that holds parallel layers of parallelize(). `form`: what the first
-    call is to decide on, where the module is the one that parallelize() was given."""
+    """A forward pre-hook for a module that holds parallel layers of parallelize(). form: the RowForm that the
+    first call decides on; None unless the module is the one that parallelize() was given."""
 
     def __init__(self, form: RowForm | None = None) -> None:
         self.form = form
@@ -68,14 +67,14 @@ class _Call:
     shape: tuple[int, ...] = ()
     projected: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))  # its input
     tolerance: float = 0.0
-    output: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))  # whole
+    output: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))  # of the whole weights
 
 
 def _check_first_call(hook: FirstCall, module: nn.Module, args: tuple, kwargs: dict) -> None:
     watched = _watched(module)
     mode = module.training
     if any(each.in_check for _, each in watched):
-        hook.seen.add(mode)  # compared within the module that holds it, and alone its arguments may not copy
+        hook.seen.add(mode)  # an outer module's comparison covers it, and its arguments may not be copyable
         return
     if not all(mode in each.checked for _, each in watched):
         for _, each in watched:
@@ -95,7 +94,7 @@ def _check_first_call(hook: FirstCall, module: nn.Module, args: tuple, kwargs: d
 
 
 def _forget(module: nn.Module, mode: bool) -> None:
-    """What ran within a check that failed has not been compared."""
+    """Resets the hooks of modules that ran inside a failed check: they have not been compared."""
     for holder in module.modules():
         for hook in holder._forward_pre_hooks.values():
             if isinstance(hook, FirstCall):
@@ -110,21 +109,21 @@ _first_call = torch.compiler.disable(
 
 
 def _watched(module: nn.Module) -> list[tuple[ParallelLinear, LinearHook]]:
-    """The linears below `module` that parallelize() made, each with its hook."""
+    """Returns the linears inside `module` that parallelize() made, each with its hook."""
     linears = [m for m in module.modules() if isinstance(m, ParallelLinear)]
     return [(linear, linear.hook) for linear in linears if isinstance(linear.hook, LinearHook)]
 
 
 def _hook_of(layer: ParallelLinear) -> LinearHook:
-    assert isinstance(layer.hook, LinearHook)  # as `_watched` has them
+    assert isinstance(layer.hook, LinearHook)  # true of all linears from `_watched`
     return layer.hook
 
 
 def _check(
     module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs: dict, form: RowForm | None
 ) -> set:
-    """The layers that were called. Raises ValueError on every rank where the ranks were given different
-    arguments, or one of them finds a mismatch that nothing mends."""
+    """Returns the layers that were called. Raises ValueError on every rank where the ranks were given
+    different arguments, or one of them finds a mismatch that cannot be repaired."""
     check_same_arguments(layers[0].group, layers[0].weight.device, args, kwargs)
     called: set[ParallelLinear] = set()
 
@@ -151,7 +150,7 @@ def _check(
         cut = _CutRun(whole)
         try:
             found = run(cut.forward_of)
-        except (CommError, torch.OutOfMemoryError):  # says nothing of the plan
+        except (CommError, torch.OutOfMemoryError):  # not caused by the plan
             raise
         except _OutOfStep:
             return cut.mismatch() or cut.out_of_step()
@@ -163,7 +162,7 @@ def _check(
     def give_way(mismatch: Mismatch) -> list[ParallelLinear]:
         nonlocal expected, whole
         if changed := _make_whole(layers, mismatch):
-            expected, whole = run_whole()  # what it notes depends on which linears read whole activations
+            expected, whole = run_whole()  # its notes depend on which linears read whole activations
         return changed
 
     def agreed() -> Mismatch | None:
@@ -184,9 +183,9 @@ def _check(
 
 
 def _make_whole(layers: list[ParallelLinear], mismatch: Mismatch) -> list[ParallelLinear]:
-    """Those around the mismatch, and their like in other blocks, give and take whole activations from now on,
-    where the plan allows it. Returns those that changed. Columns that are narrower than others there go
-    first: keys of a head that all queries read."""
+    """Makes the linears around the mismatch, and their counterparts in other blocks, give and take whole
+    activations, where the plan allows it. Returns the changed linears. If some columns there are narrower
+    than others (keys of a head that all queries read), only those change."""
     around = [layer for layer in mismatch.layers if isinstance(layer, ParallelLinear) and _is_cut(layer)]
     widths = {layer: layer.out_features for layer in around if isinstance(layer, ColumnParallelLinear)}
     narrow = [layer for layer, width in widths.items() if width < max(widths.values())]
@@ -201,12 +200,12 @@ def _make_whole(layers: list[ParallelLinear], mismatch: Mismatch) -> list[Parall
 
 
 def _is_cut(layer: ParallelLinear) -> bool:
-    """Whether it gives (column) or takes (row) a rank's features alone."""
+    """Whether the layer gives (column) or takes (row) only a rank's features."""
     return not _hook_of(layer).whole
 
 
 def _agreed(mismatch: Mismatch | None, layers: list[ParallelLinear]) -> Mismatch | None:
-    """The lowest rank's mismatch, by its place, so that all ranks do the same."""
+    """Returns the mismatch of the lowest rank that has one, so that all ranks act alike."""
     numbers = [layers.index(layer) for layer in mismatch.layers] if mismatch else []
     mine = torch.zeros(2 + len(layers), dtype=torch.float64)
     if mismatch is not None:
@@ -221,13 +220,13 @@ def _agreed(mismatch: Mismatch | None, layers: list[ParallelLinear]) -> Mismatch
     there = tuple(layers[i] for i in first[2:].nonzero().flatten().tolist())
     if mismatch is None:
         fact = f"Rank {failed[0]} computes other numbers around {_names(there)} than the whole model does"
-        mismatch = Mismatch(fact, "what it says of them holds here too", there)
+        mismatch = Mismatch(fact, "its own error says what to do", there)
     return dataclasses.replace(mismatch, layers=there, position=int(first[1]))
 
 
 def _whole_forward(layer: ParallelLinear, calls: list[_Call], inputs: SeenInputs) -> Callable:
-    """The layer's forward with its whole weight, which notes what those linears are given and give where
-    activations become whole, and what column linears read."""
+    """Makes a forward of the layer with its whole weight. It notes the input of column linears, and the input
+    and output of linears behind which activations are whole."""
 
     def forward(x: Tensor, rows: int | None = None) -> Tensor:
         if isinstance(layer, ColumnParallelLinear):
@@ -244,7 +243,7 @@ def _whole_forward(layer: ParallelLinear, calls: list[_Call], inputs: SeenInputs
 
 
 def _given(layer: ParallelLinear, x: Tensor) -> Tensor:
-    """Of whole x, what the layer is given when the model is cut."""
+    """Takes from whole x the input that the layer gets when the model is cut."""
     if not (isinstance(layer, RowParallelLinear) and _is_cut(layer)):
         return x
     start, stop = shard_bounds(layer.in_features, layer.group.size, layer.group.rank)
@@ -252,18 +251,18 @@ def _given(layer: ParallelLinear, x: Tensor) -> Tensor:
 
 
 class _OutOfStep(Exception):
-    """The cut run has left the whole run's path."""
+    """Raised where the cut run calls other layers than the whole run."""
 
 
 class _CutRun:
-    """Runs column linears on this rank's shards. Where activations become whole again, linears return what
-    they did in the `whole` run."""
+    """A run of column linears on this rank's shards. Where activations become whole again, linears return
+    their outputs of the `whole` run."""
 
     def __init__(self, whole: list[_Call]) -> None:
         self.whole = whole
-        self.calls: list[_Call] = []  # of all linears, in order
-        self.noted: list[_Call] = []  # of those that are in `whole`
-        self.stray: ParallelLinear | None = None  # called where the whole run did not call it
+        self.calls: list[_Call] = []  # all linears, in order
+        self.noted: list[_Call] = []  # those that are in `whole`
+        self.stray: ParallelLinear | None = None  # called where the whole run calls another or none
 
     @property
     def position(self) -> int:
@@ -288,11 +287,11 @@ class _CutRun:
         return self.whole[number].output.clone()
 
     def open_columns(self) -> list[ParallelLinear]:
-        """Cut column linears called after the last row linear."""
+        """The cut column linears that were called after the last row linear."""
         return _last_columns(self.calls)
 
     def mismatch(self) -> Mismatch | None:
-        """The first input that differs from the whole run's."""
+        """Describes the first input that differs from the whole run's."""
         for position, (mine, whole) in enumerate(zip(self.noted, self.whole, strict=False)):
             if difference := _difference(mine, whole):
                 feeding = _last_columns(self.calls[: self.calls.index(mine)])
@@ -300,29 +299,29 @@ class _CutRun:
         return None
 
     def out_of_step(self) -> Mismatch | None:
-        """The first linear that is called in one of the two runs and not in the other."""
+        """Describes the first linear that is called in only one of the two runs."""
         layer = self.stray
         if layer is None and len(self.noted) < len(self.whole):
             layer = self.whole[len(self.noted)].layer
         if layer is None:
             return None
         return Mismatch(
-            f"{layer.label} is not called with the plan where it is called without: what the model does "
-            "depends on activations that are cut",
+            f"{layer.label} is called in another place with the plan than without it: the model's control "
+            "flow depends on activations that are cut",
             "leave it and the column linears before it out of the plan",
             (*self.open_columns(), layer),
             self.position,
         )
 
     def failed(self, module: nn.Module, error: Exception) -> Mismatch:
-        """What the error of the model's own code says of the plan."""
+        """Describes an error that the model's own code raised on cut activations."""
         open_columns = self.open_columns()
         names = _names(open_columns) or "its parallel layers"
         place = _place_of(error, module)
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         return Mismatch(
             f"{place} cannot work on a rank's features of {names} ({type(error).__name__}: {first_line}): "
-            "it needs all of them, or counts heads or features of the whole model",
+            "it needs all features, or counts heads or features of the whole model",
             "leave those linears out of the plan, or make them 'column_gather'",
             tuple(open_columns) or tuple({call.layer: None for call in self.calls}),
             self.position,
@@ -334,8 +333,8 @@ def _wrong_input(
 ) -> Mismatch:
     if not _is_cut(layer):
         return Mismatch(
-            f"With the plan, {layer.label}, which reads whole activations, is given {difference}, from a "
-            f"rank's features of {_names(feeding) or 'other layers'}",
+            f"With the plan, {layer.label}, which reads whole activations, is given {difference}, made from "
+            f"a rank's features of {_names(feeding) or 'other layers'}",
             "make them 'column_gather', or leave them out of the plan",
             tuple(feeding) or (layer,),
             position,
@@ -349,9 +348,9 @@ def _wrong_input(
             position,
         )
     return Mismatch(
-        f"With the plan, {layer.label} is given {difference}: what stands between {_names(feeding)} and it "
-        "does not work feature by feature or head by head (a view with the whole number of heads? a fused "
-        "linear that is split afterwards?)",
+        f"With the plan, {layer.label} is given {difference}: the code between {_names(feeding)} and it does "
+        "not work feature by feature or head by head (a view with the whole number of heads? a fused linear "
+        "that is split afterwards?)",
         "leave them out of the plan",
         (*feeding, layer),
         position,
@@ -359,7 +358,7 @@ def _wrong_input(
 
 
 def _last_columns(calls: list[_Call]) -> list[ParallelLinear]:
-    """Cut column linears called after the last cut row linear."""
+    """Returns the cut column linears that were called after the last cut row linear."""
     found: dict[ParallelLinear, None] = {}
     for call in calls:
         if not _is_cut(call.layer):
@@ -384,7 +383,7 @@ def _noted(layer: ParallelLinear, x: Tensor) -> _Call:
 
 
 def _difference(mine: _Call, whole: _Call) -> str:
-    """What is wrong with the input, or ""."""
+    """Says what is wrong with the input; "" where it is right."""
     if mine.shape != whole.shape:
         return f"an input of shape {list(mine.shape)} instead of {list(whole.shape)}"
     error, norm = (mine.projected - whole.projected).norm().item(), whole.projected.norm().item()
@@ -394,7 +393,7 @@ def _difference(mine: _Call, whole: _Call) -> str:
 
 
 def _compare_outputs(cut: _CutRun, expected: Any, found: Any) -> Mismatch | None:
-    """Tensors at the top of the output. Deeper ones of another shape are left alone: caches of a rank's own
+    """Compares the tensors at the top level of the output. Deeper ones may differ: caches hold only a rank's
     heads."""
     if (difference := first_difference(expected, found)) is None:
         return None
@@ -405,7 +404,7 @@ def _compare_outputs(cut: _CutRun, expected: Any, found: Any) -> Mismatch | None
     columns = cut.open_columns()
     cause = "the model reads cut weights itself"
     if names := _names(columns):
-        cause = f"what reads {names} reads a rank's features alone"
+        cause = f"code that reads {names} gets only a rank's features"
     return Mismatch(
         f"With the plan, the model's output{name} {what}, without it the shape is {list(whole.shape)}: "
         f"{cause}",
@@ -420,7 +419,7 @@ def _names(layers: Iterable[ParallelLinear]) -> str:
 
 
 def _place_of(error: Exception, module: nn.Module) -> str:
-    """The name of the innermost module whose code was running."""
+    """Returns the name of the innermost module whose code raised the error."""
     names = {id(m): name for name, m in module.named_modules()}
     place, trace = type(module).__name__, error.__traceback__
     while trace is not None:
@@ -430,11 +429,11 @@ def _place_of(error: Exception, module: nn.Module) -> str:
 
 
 def _own_columns(layer: ParallelLinear) -> Tensor:
-    """This rank's weight as [out_features, in_features], with all of these where y cuts them."""
+    """Returns this rank's weight as [out_features, in_features]. in_features that y cuts are gathered."""
     if layer.group.y is None:
         return layer.matrix
     layout = layer._layouts["weight"]
-    weight = gather_whole(memory_of(layer.weight), layout.cuts[1:], layout.parts[0].shape)
+    weight = gather_whole(memory_of(layer.weight), layout.cuts_of(layout.parts[0])[1:])
     return weight.t() if layer.transposed else weight
 
 
@@ -443,5 +442,4 @@ def _whole(layer: ParallelLinear, name: str) -> Tensor | None:
     if parameter is None:
         return None
     layout = layer._layouts[name]
-    part = layout.parts[0]
-    return gather_whole(memory_of(parameter), layout.cuts, part.shape, part.packed)
+    return gather_whole(memory_of(parameter), layout.cuts_of(layout.parts[0]))

@@ -1,9 +1,9 @@
-"""Counts of heads and widths that a module keeps as attributes, and reads where its activations are cut.
+"""Adapts counts of heads and widths that modules keep as attributes to the features that a rank has.
 
-Attention that views its projections as `[B, -1, self.num_heads, head_dim]` is right on a rank's heads only
-when `num_heads` is theirs. Which attributes those are is guessed by their names, or by their value where it
-is the size of a part of a packed linear, and the guess is kept only where the numbers of the first call agree
-(first_call.py). A module that asks its configuration is given one that answers with the rank's own counts."""
+Attention that views its projections as `[B, -1, self.num_heads, head_dim]` is right on a rank's heads only if
+`num_heads` counts those. Such attributes are guessed by name, or by value where it is the size of a part of a
+packed linear. A guess is kept only if the numbers of the first call then agree (first_call.py). A module that
+reads its configuration gets one that answers with the rank's own counts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pyruntime.any_model import lora
 
 _COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 _WIDTHS = ("embed_dim", "all_head_size", "inner_dim", "hidden_size", "dim", "d_model")
-# Where one head of keys is whole on every rank: how many heads of queries read it.
+# If the one head of keys is whole on every rank: how many heads of queries read it.
 _READERS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_groups", "n_rep")
 _KEPT = "_pyruntime_whole_counts"  # on the module: {attribute: its value before}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Trial:
-    """names: of attributes that are counts. and_more: also those of the configuration that have such a name,
-    and attributes that are as large as a part of a packed linear."""
+    """One guess. names: attributes that are counts. and_more: also entries of the configuration with such
+    names, and attributes whose value is the size of a part of a packed linear."""
 
     names: tuple[str, ...]
     and_more: bool = False
@@ -36,13 +36,13 @@ _TRIALS = (_Trial(_COUNTS), _Trial((*_COUNTS, *_WIDTHS)), _Trial(_READERS), _Tri
 
 
 class LocalConfig:
-    """A configuration of which some counts are a rank's own; everything else is asked of it."""
+    """A configuration in which some counts are the rank's own; all else is read from the original."""
 
     def __init__(self, config: Any, counts: dict[str, int]) -> None:
         vars(self).update(_config=config, **counts)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_config":  # of copies and pickles that are not filled yet
+        if name.startswith("__") or name == "_config":  # while a copy or pickle is being filled
             raise AttributeError(name)
         return getattr(self._config, name)
 
@@ -52,8 +52,8 @@ class LocalConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-    """Where the cut model differs from the whole one: `fact`, and `advice` for who wrote the plan. `layers`:
-    those around the place; `position`: how many compared inputs come before it."""
+    """A difference between the cut and the whole model: `fact`, and `advice` for the author of the plan.
+    `layers`: those around the difference; `position`: how many compared inputs come before it."""
 
     fact: str
     advice: str
@@ -71,10 +71,10 @@ def settled(
     tp: int,
     give_way: Callable[[Mismatch], Sequence[nn.Module]],
 ) -> Mismatch | None:
-    """`compare()` until it finds nothing. For each mismatch counts are divided by `tp` in the modules around
-    it; where that takes the comparison no further, they are put back and `give_way` may have layers work on
-    whole activations, and returns these. None where it ends without a mismatch; else the one that nothing
-    mends, and every count is as it was."""
+    """Repeats `compare()` until it finds no mismatch, and returns None. For each mismatch it divides counts
+    by `tp` in the modules around it. If the comparison then gets no further, it restores them and calls
+    `give_way`, which may make layers work on whole activations, and returns those layers. If nothing repairs
+    a mismatch, restores all counts and returns that mismatch."""
     changed: list[nn.Module] = []
     mismatch = compare()
     while mismatch is not None:
@@ -99,8 +99,8 @@ def _mended(
     tp: int,
     changed: list[nn.Module],
 ) -> Mismatch | None:
-    """What is left to mend, further on, once counts around the mismatch are a rank's own; `mismatch` itself
-    where none are."""
+    """Divides counts around the mismatch. Returns the next mismatch, further on, or None; `mismatch` itself
+    where dividing does not help."""
     for trial in _TRIALS:
         found = {
             module: local
@@ -127,7 +127,7 @@ def _put_back(modules: Iterable[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def whole(root: nn.Module) -> Iterator[None]:
-    """Counts are the whole model's inside."""
+    """Sets all counts to the whole model's inside the context."""
     kept = [(module, dict(vars(module)[_KEPT])) for module in root.modules() if _KEPT in vars(module)]
     local = [(module, {name: getattr(module, name) for name in before}) for module, before in kept]
     for module, before in kept:
@@ -140,7 +140,8 @@ def whole(root: nn.Module) -> Iterator[None]:
 
 
 def _around(root: nn.Module, mismatch: Mismatch) -> list[nn.Module]:
-    """Every module of a class that holds one of the mismatch's layers: layers of one kind go together."""
+    """Returns all modules of the classes that hold one of the mismatch's layers: layers of one kind change
+    together."""
     classes = {
         type(module)
         for module in root.modules()
@@ -150,7 +151,7 @@ def _around(root: nn.Module, mismatch: Mismatch) -> list[nn.Module]:
 
 
 def _layers_of(module: nn.Module) -> Iterator[nn.Module]:
-    """What it holds itself, linears within adapters too."""
+    """Yields the module's own children, and the linears within adapters."""
     if lora.is_wrapper(module):
         return
     for child in module.children():
@@ -158,7 +159,7 @@ def _layers_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _divided(module: nn.Module, trial: _Trial, tp: int) -> dict[str, Any]:
-    """What the attributes of a trial are on a rank, where tp divides all of them; else nothing."""
+    """Returns {attribute: its value on a rank} for a trial if tp divides all of them; else {}."""
     values = vars(module)
     counts = {name: values[name] for name in trial.names if type(values.get(name)) is int}
     of_config: dict[str, int] = {}
@@ -180,7 +181,7 @@ def _counts_of(config: Any, names: Iterable[str]) -> dict[str, int]:
     for name in names:
         try:
             count = getattr(config, name, None)
-        except Exception:  # some configurations refuse to tell what varies from layer to layer
+        except Exception:  # some configurations raise for values that vary from layer to layer
             continue
         if type(count) is int:
             found[name] = count

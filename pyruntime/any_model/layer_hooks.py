@@ -1,7 +1,5 @@
-"""The hooks that parallelize() gives to layers.
-
-A hook makes the layer's input of what the model's code passes, and turns the layer's result into what that
-code expects."""
+"""The hooks that parallelize() gives to layers. A hook turns what the model's code passes into the layer's
+input, and the layer's result into what that code expects."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from torch.compiler import is_compiling
 from pyruntime import ops
 from pyruntime.any_model.activations.causal_loss import leave_own
 from pyruntime.any_model.activations.row_form import RowForm
-from pyruntime.any_model.activations.row_shard import RowShard
+from pyruntime.any_model.activations.row_shard import RowShard, cut_rows, to_rows
 from pyruntime.any_model.activations.shared_input import SharedInput, products
 from pyruntime.any_model.activations.when_read import GatheredWhenRead
 from pyruntime.any_model.random_streams import RandomStreams
@@ -21,14 +19,15 @@ from pyruntime.nn.embedding import VocabParallelEmbedding
 from pyruntime.nn.gather import gather_features
 from pyruntime.nn.linear import ColumnParallelLinear, RowParallelLinear
 from pyruntime.nn.module import LayerHook
+from pyruntime.nn.parallel_experts import ParallelExperts
 from pyruntime.nn.parameters import TensorGroup
 
 
 class CutModel:
-    """The hooks of one model share it.
+    """The state that all hooks of one model share.
 
-    form: whether row linears give rows (activations/row_form.py); None: whole activations.
-    gives_way: whether the first call may have linears give or take whole activations."""
+    form: decides whether row linears give rows (activations/row_form.py); None: always whole activations.
+    gives_way: whether the first call may make linears give or take whole activations."""
 
     def __init__(self, group: TensorGroup, gives_way: bool) -> None:
         self.group = group
@@ -37,11 +36,13 @@ class CutModel:
         self.streams = RandomStreams(group)
 
     def hook(self, name: str, style: str) -> LayerHook | None:
-        """Makes the hook of a layer; None on one rank, which has the whole model."""
+        """Makes the hook of a layer; None on a single rank, which has the whole model."""
         if self.group.ranks == 1:
             return None
         if style == "embedding":
             return EmbeddingHook(self)
+        if style == "experts":
+            return ExpertsHook(self)
         kind = RowHook if style.startswith("row") else ColumnHook
         return kind(self, name, whole=style in ("column_gather", "row_split"))
 
@@ -52,11 +53,13 @@ class ModelHook(LayerHook):
 
 
 class LinearHook(ModelHook):
-    """region: the cut activations that the linear begins (column) or ends (row).
-    whole: the linear gives (column) or takes (row) whole activations instead; gave_way: why the first call
-    made it so, "" where it did not.
-    checked: in which of training (True) and evaluation (False) the first call was compared (first_call.py);
-    in_check: whether it is being compared."""
+    """The base of the hooks of linears.
+
+    region: the cut activations that the linear begins (column) or ends (row).
+    whole: whether the linear gives (column) or takes (row) whole activations instead; gave_way: why the first
+    call made it so, "" where it did not.
+    checked: the modes, training (True) or evaluation (False), whose first call was compared (first_call.py);
+    in_check: whether a call is being compared now."""
 
     def __init__(self, model: CutModel, label: str, *, whole: bool = False) -> None:
         super().__init__(model)
@@ -68,8 +71,10 @@ class LinearHook(ModelHook):
 
 
 class ColumnHook(LinearHook):
-    """shared: the linears that read one input with this one, which the first call finds.
-    leaves_own: whether what is gathered holds this rank's features, for the loss."""
+    """The hook of a column linear.
+
+    shared: the linears that read the same input, which the first call finds.
+    leaves_own: whether the gathered output also carries this rank's features, for the loss."""
 
     shared: SharedInput | None = None
     leaves_own = False
@@ -87,9 +92,9 @@ class ColumnHook(LinearHook):
 
     def _gathered(self, linear: ColumnParallelLinear, own: Tensor) -> Tensor:
         leaves_own = self.leaves_own and not is_compiling()
-        # In training the loss reads each rank's own.
+        # In training the loss reads only each rank's own features.
         as_read = GatheredWhenRead if leaves_own and torch.is_grad_enabled() else None
-        y = gather_features(own, linear.group, linear.out_features, linear.packed, as_read=as_read)
+        y = gather_features(own, linear.group, *linear.sizes, as_read=as_read)
         mark_whole(y)
         if leaves_own and y is not own:
             leave_own(y, linear, own)
@@ -130,5 +135,22 @@ class EmbeddingHook(ModelHook):
             y = form.shard(ops.reduce_scatter(own.flatten(0, -2), group.name), own.shape)
         if group.y is not None:
             y = gather_features(y, group.y, layer.embedding_dim)
+        mark_whole(y)
+        return y
+
+
+class ExpertsHook(ModelHook):
+    def call(self, layer: ParallelExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        mark_whole(x)
+        form = self.model.form
+        if form is None or not isinstance(x, RowShard):
+            y = layer.compute(x, ids, weights)
+        else:
+            # The model's router has read all rows; each rank takes its own.
+            form.reads += 1
+            own_ids = ids.tensor_split(layer.group.size)[layer.group.rank]
+            own_weights = to_rows(cut_rows(weights, form))
+            rows = layer.multiply(to_rows(x), own_ids, own_weights, cut=True, rows=x.row_count)
+            y = form.shard(rows, x.shape)
         mark_whole(y)
         return y

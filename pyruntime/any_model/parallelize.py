@@ -25,6 +25,7 @@ from pyruntime.nn.embedding import VocabParallelEmbedding
 from pyruntime.nn.linear import ColumnParallelLinear, RowParallelLinear, is_transposed
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.optimizer_states import replaced as replaced_by_shard
+from pyruntime.nn.parallel_experts import ParallelExperts, why_not
 from pyruntime.nn.parameters import Group, TensorGroup
 from pyruntime.nn.tiers import check_tier
 from pyruntime.nn.wrappers import check_unwrapped
@@ -38,33 +39,35 @@ def parallelize(
     tier: str = "auto",
     strict: bool = False,
 ) -> nn.Module:
-    """Replaces the modules that `plan` names by their parallel kin, in place, and returns the model.
+    """Replaces the modules that `plan` names by parallel layers, in place, and returns the model.
 
-    Between the replaced modules activations stay as the model had them: whole on every rank, so that the rest
-    of the model need not know. A "column" linear leaves this rank's features only, which a "row" linear
-    takes; what stands between must work feature by feature or head by head (activations, attention). See
-    plans.py for patterns and styles.
+    A "column" linear gives only this rank's features, and a "row" linear takes them; the code between the two
+    must work feature by feature or head by head (activations, attention). Everywhere else activations stay
+    whole on every rank, so the rest of the model needs no change. See plans.py for patterns and styles.
 
-    mesh: the 1-D DeviceMesh, process group or group name to cut over, or a 2-D mesh (x, y), over whose second
-    dimension the features that others read are cut inside of layers (docs/explanation/primitives.md). Every
-    rank calls with the same full model. plan: "auto", which is transformers' plan or one read off its data
-    flow (auto/), a mapping {glob on module names: "column" | "column_gather" | "row" | "row_split" |
-    "embedding"}, or a plan's name ("llama"). tier, strict: for every linear, see nn.ColumnParallelLinear.
+    mesh: the 1-D DeviceMesh, process group or group name to cut over; or a 2-D mesh (x, y), whose second
+    dimension cuts, inside of layers, the features that other layers read (docs/explanation/primitives.md).
+    Every rank calls with the same full model. plan: "auto" (transformers' plan of the model, or one found
+    from its data flow, auto/), a mapping {glob on module names: "column" | "column_gather" | "row" |
+    "row_split" | "embedding" | "experts"}, or a plan's name ("llama"). tier, strict: options of every linear,
+    see nn.ColumnParallelLinear.
 
-    Weights that are whole and are read in between (norms over each head, gains, gates) get the sum of their
-    gradients over the group (regions.py). The first call in training, and the first in evaluation, is
-    compared with that of the whole model, and raises ValueError where the plan changes what the model
-    computes (first_call.py); counts of heads that modules keep are made the rank's own there. Under "auto"
+    Whole weights that are read between a column and a row linear (norms over each head, gains, gates) get the
+    sum of their gradients over the group (regions.py). The first call in training, and the first in
+    evaluation, is compared with the whole model's. It raises ValueError where the plan changes what the model
+    computes (first_call.py), and sets the counts of heads that modules keep to the rank's own. Under "auto",
     linears that cannot stay cut give and take whole activations from then on, and `pyruntime.explain` says
-    why. `pyruntime.verify` compares a step of both, gradients too.
+    why. `pyruntime.verify` compares a step of both models, with gradients.
 
-    Tied weights stay tied: an lm_head that shares its weight with the embedding must be in the plan beside
-    it. A linear with peft's LoRA adapters is cut with them. Raises ValueError, before anything is replaced,
-    where a pattern matches nothing or a module of another kind, two patterns disagree, tp is too large for
-    a module, weights are tied across the edge of the plan, the model lies on several devices, the ranks hold
-    different models, "auto" finds nothing to cut, another tool has wrapped or cut the model, the mesh has an
-    axis of another name than tensor parallelism's, or a mesh of two dimensions meets adapters or linears that
-    are cut by their parts. Raises TypeError for what is no module, no group or no plan."""
+    Experts of a mixture stay whole, each on one rank; all rows are sent to them (nn.ParallelExperts).
+
+    Tied weights stay tied: if an lm_head shares its weight with the embedding, the plan must name both. A
+    linear with peft's LoRA adapters is cut with them. Raises ValueError, before anything is replaced, where a
+    pattern matches nothing or a module of another kind, two patterns disagree, tp is too large for a module,
+    the plan names only some of the modules that share a weight, the model lies on several devices, the ranks
+    hold different models, "auto" finds nothing to cut, another tool has wrapped or cut the model, the mesh
+    has an axis that is not tensor-parallel, or a mesh of two dimensions meets adapters or linears that are
+    cut part by part. Raises TypeError where an argument is not a module, a group or a plan."""
     if not isinstance(model, nn.Module):
         found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"parallelize() cuts a model that is built, an nn.Module; found: {found}.")
@@ -104,8 +107,8 @@ def parallelize(
 
 
 def _watch(model: nn.Module, replaced: Mapping[str, ParallelModule], cut: CutModel) -> None:
-    """From here on gradients of what is whole are summed where they must be (regions.py), and the first call
-    is compared with the whole model's (first_call.py)."""
+    """Registers the hooks that compare the first call with the whole model's (first_call.py) and that keep
+    random numbers alike (random_streams.py)."""
     holders: dict[nn.Module, None] = {}
     for name in replaced:
         while name:
@@ -115,32 +118,32 @@ def _watch(model: nn.Module, replaced: Mapping[str, ParallelModule], cut: CutMod
         if not any(isinstance(hook, FirstCall) for hook in holder._forward_pre_hooks.values()):
             hook = FirstCall(cut.form if holder is model else None)
             holder.register_forward_pre_hook(hook, with_kwargs=True)
-        # torch's fast paths read weights instead of calling the layers that hold them.
+        # torch's fast paths would read weights without calling their layers.
         if isinstance(holder, nn.TransformerEncoderLayer):
             holder.activation_relu_or_gelu = 0
         if isinstance(holder, nn.TransformerEncoder):
             holder.use_nested_tensor = False
     model.register_forward_pre_hook(_refuse_attentions, with_kwargs=True)
-    # Comes after the first call, which finds out what the model draws.
+    # Registered after the first call's hook, which finds out whether the model draws.
     model.register_forward_pre_hook(cut.streams.begin_forward)
 
 
 def _refuse_attentions(model: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
-    """ValueError where transformers is asked for attention weights: a rank has those of its heads alone."""
+    """Raises ValueError for output_attentions: a rank has only the attention weights of its own heads."""
     asked = kwargs.get("output_attentions")
     if asked or (asked is None and getattr(getattr(model, "config", None), "output_attentions", False)):
         raise ValueError(
-            "output_attentions=True was asked of a tensor-parallel model, whose ranks compute the attention "
-            "of their own heads alone; leave it out, or ask the model before parallelize()."
+            "output_attentions=True was requested of a tensor-parallel model, but each rank computes only "
+            "the attention of its own heads; leave it out, or run the model before parallelize()."
         )
 
 
 def match_modules(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """{qualified module name: style} of the modules that the patterns match, in the model's order."""
+    """Returns {qualified module name: style} of the modules that the patterns match, in the model's order."""
     names = dict(model.named_modules())
     found: dict[str, tuple[str, str]] = {}
     for pattern, style in styles.items():
-        # A whole name is looked up: plan "auto" has one for every module.
+        # A pattern that is a module's name is looked up: plan "auto" has one for every module.
         hits = [pattern] if pattern in names else [n for n in names if n and fnmatchcase(n, pattern)]
         if not hits:
             kinds = [name for name, module in names.items() if isinstance(module, nn.Linear | nn.Embedding)]
@@ -164,8 +167,15 @@ def match_modules(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]
 def _check_kind(name: str, module: nn.Module, pattern: str, style: str) -> None:
     if isinstance(module, ParallelModule):
         raise ValueError(f"{name} (pattern {pattern!r}) is parallel already; parallelize a model once.")
+    if style == "experts":
+        if why := why_not(module):
+            raise ValueError(
+                f"The plan's pattern {pattern!r} asks for 'experts' on {name}, a {type(module).__name__}, "
+                f"but {why}; leave it out of the plan, and it stays whole."
+            )
+        return
     wanted = nn.Embedding if style == "embedding" else nn.Linear
-    # Exactly nn.Linear: a subclass computes something else (quantised, LoRA), which a plain GEMM would lose.
+    # Exactly nn.Linear: a subclass (quantised, LoRA) computes more than the plain GEMM that would replace it.
     if type(module) is not wanted and not (wanted is nn.Linear and is_transposed(module)):
         raise ValueError(
             f"The plan's pattern {pattern!r} asks for {style!r} on {name}, which is a "
@@ -186,6 +196,8 @@ def _parallel(
     try:
         if style == "embedding":
             new = VocabParallelEmbedding.from_embedding(module, group, **shared)
+        elif style == "experts":
+            new = ParallelExperts.from_experts(module, group, tier=options["tier"], **shared)
         elif style.startswith("row"):
             new = RowParallelLinear.from_linear(module, group, **shared, **options)
         else:
@@ -197,16 +209,15 @@ def _parallel(
 
 
 def _under_all_names(model: nn.Module, replaced: Mapping[str, ParallelModule]) -> dict[str, ParallelModule]:
-    """`replaced`, with the other names of modules that several others hold (an encoder's and a decoder's
-    embedding)."""
+    """Adds the other names of modules that have several (an embedding that encoder and decoder share)."""
     new = {id(model.get_submodule(name)): module for name, module in replaced.items()}
     every = model.named_modules(remove_duplicate=False)
     return {name: new[id(module)] for name, module in every if id(module) in new}
 
 
 def _tie(model: nn.Module, replaced: Mapping[str, ParallelModule]) -> None:
-    """Parameters that were one before are one after; ValueError where only some of their holders are
-    replaced."""
+    """Ties the new parameters of modules whose parameters were tied. Raises ValueError where only some of
+    these modules are replaced."""
     holders: dict[int, list[tuple[str, str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -235,8 +246,8 @@ def _tie(model: nn.Module, replaced: Mapping[str, ParallelModule]) -> None:
 
 
 def check_same_model(model: nn.Module, group: TensorGroup) -> None:
-    """ValueError, on every rank alike, naming the first parameter whose name, shape, dtype or content differs
-    between ranks. Reads every parameter once and exchanges a line for each."""
+    """Raises ValueError, the same on every rank, that names the first parameter whose name, shape, dtype or
+    content differs between ranks. Reads every parameter once and exchanges one line for each."""
     if group.size == 1:
         return
     weights = {name: memory_of(parameter) for name, parameter in model.named_parameters()}
@@ -251,13 +262,13 @@ def check_same_model(model: nn.Module, group: TensorGroup) -> None:
 def _check_axes(plan: Plan, styles: Mapping[str, str], group: TensorGroup) -> None:
     if plan.packed and group.y is not None and group.size > 1:
         raise ValueError(
-            f"{', '.join(plan.packed)} hold several linears, which are cut by their parts over one axis "
-            "alone; use a mesh of one dimension."
+            f"{', '.join(plan.packed)} are cut part by part, which works over one axis only; use a mesh of "
+            "one dimension."
         )
     adapted = sorted({lora.wrapper_of(name) for name in styles} - set(styles))
     if adapted and group.y is not None and group.y.size > 1:
         raise ValueError(
-            f"{adapted[0]} has adapters of peft, which are cut over one axis alone: over two they could not "
+            f"{adapted[0]} has adapters of peft, which are cut over one axis only: over two they could not "
             "be merged; use a mesh of one dimension, or merge them first."
         )
 
@@ -266,8 +277,8 @@ def _check_unsharded(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "sharded_as"):
             raise ValueError(
-                f"{name} is sharded over data-parallel ranks already, and what parallelize() puts in its "
-                "place would not be; call parallelize() first and shard() the model that it returns."
+                f"{name} is sharded over data-parallel ranks already, but the layer that parallelize() puts "
+                "in its place would not be; call parallelize() first, and shard() the model that it returns."
             )
 
 
@@ -278,6 +289,6 @@ def _check_one_device(model: nn.Module) -> None:
     if len(places) > 1:
         found = " and ".join(f"{name} on {device}" for device, name in places.items())
         raise ValueError(
-            f"A model is cut over ranks that hold all of it on one device each, but this one has {found}; "
+            f"parallelize() needs all of the model on one device of each rank, but this one has {found}; "
             "move it to one device first (without device_map)."
         )

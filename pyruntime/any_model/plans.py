@@ -1,4 +1,4 @@
-"""Plans: which module of a model is cut how. Data only; parallelize.py carries them out."""
+"""Plans: how each module of a model is cut. Plans are data; parallelize.py applies them."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from torch import nn
 
 STYLES = {
     "column": "nn.Linear, out_features cut; every rank keeps its own outputs, for a row linear further on",
-    "column_gather": "nn.Linear, out_features cut; the outputs are gathered, so any reader may follow",
-    "row": "nn.Linear, in_features cut, reading what column linears left; the output is the sum over ranks, "
-    "whole",
-    "row_split": "nn.Linear, in_features cut, reading what is whole, of which every rank takes its features; "
+    "column_gather": "nn.Linear, out_features cut; the outputs are gathered, so any code may read them",
+    "row": "nn.Linear, in_features cut, reads the outputs of column linears; the output is the sum over "
+    "ranks, whole",
+    "row_split": "nn.Linear, in_features cut, reads a whole input, of which every rank takes its features; "
     "the output is the sum over ranks, whole",
     "embedding": "nn.Embedding, vocabulary cut; the output is whole",
+    "experts": "transformers' experts of a mixture, each whole on one rank; the output is whole",
 }
 
 LEFT_WHOLE = "_pyruntime_left_whole"
-"""On a model that was cut by a plan: the plan's `left_whole`."""
+"""Name of the attribute of a cut model that holds its plan's `left_whole`."""
 
 
 def _no_check(model: nn.Module, tp: int) -> None:
-    """Of plans that fit any model; not a lambda, so that a plan can be pickled."""
+    """The check of plans that fit any model; not a lambda, so that a plan can be pickled."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Module-name patterns to styles, and what must hold of a model before they are right.
+    """A mapping of module-name patterns to styles, with a check of the models that it fits.
 
-    styles: {pattern: style}. A pattern is a glob on qualified module names as `model.named_modules()` gives
-        them ("*.mlp.up_proj", "layers.[01].fc?"), matched as fnmatch.fnmatchcase does: `*` crosses dots.
-    check: called with (model, tp) first; raises ValueError where tp cannot cut the model in this way.
-    gives_way: what the first call finds cannot stay cut between column and row is made "column_gather" and
-        "row_split" there, which is right for any model, instead of being refused.
+    styles: {pattern: style}. A pattern is a glob on the qualified names of `model.named_modules()`
+        ("*.mlp.up_proj", "layers.[01].fc?"), matched as fnmatch.fnmatchcase does: `*` crosses dots.
+    check: called first, with (model, tp); raises ValueError where tp cannot cut the model in this way.
+    gives_way: whether the first call, where it finds that column and row linears cannot stay cut, makes them
+        "column_gather" and "row_split", which is right for any model, instead of raising.
     left_whole: {module or parameter: why it is not cut}, for explain().
     packed: {column linear: sizes of the parts of its features, each of which is cut by itself}.
     """
@@ -47,7 +48,7 @@ class Plan:
 
 
 def check_heads(model: nn.Module, tp: int) -> None:
-    """Whole heads on every rank: tp must divide both head counts of a Hugging Face config."""
+    """Raises ValueError unless tp divides both head counts of a Hugging Face config: heads cannot be cut."""
     config = getattr(model, "config", None)
     if config is None:
         raise ValueError(
@@ -58,12 +59,12 @@ def check_heads(model: nn.Module, tp: int) -> None:
     for key in ("num_attention_heads", "num_key_value_heads"):
         try:
             heads = getattr(config, key, None)
-        except Exception:  # some configurations refuse to tell what varies from layer to layer
+        except Exception:  # some configurations raise for values that vary from layer to layer
             heads = None
         if not isinstance(heads, int):
             raise ValueError(
-                f"The plan 'llama' reads {key} from model.config, and the {type(config).__name__} of this "
-                f"{type(model).__name__} has none that is a number; pass a mapping of module patterns to "
+                f"The plan 'llama' reads {key} from model.config, but in the {type(config).__name__} of this "
+                f"{type(model).__name__} it is missing or no number; pass a mapping of module patterns to "
                 "styles instead."
             )
         if heads % tp:
@@ -93,8 +94,8 @@ PLANS = {LLAMA.name: LLAMA}
 
 
 def find_plan(plan: str | Mapping[str, str] | Plan) -> Plan:
-    """The Plan that a name, a mapping or a Plan stands for; ValueError for an unknown name or style,
-    TypeError for what is none of these."""
+    """Returns the Plan for a plan's name, a mapping or a Plan. Raises ValueError for an unknown name or
+    style, TypeError for any other argument."""
     if isinstance(plan, str):
         if plan not in PLANS:
             raise ValueError(

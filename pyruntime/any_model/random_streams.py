@@ -1,13 +1,13 @@
-"""Which random numbers the ranks of a tensor-parallel group draw (dropout, sampled tokens).
+"""Controls the random numbers that ranks of a tensor-parallel group draw (dropout, sampled tokens).
 
-What is whole is drawn alike on all of them, whatever each was seeded with: where a forward pass begins, ranks
-whose generators differ take the first rank's state. What is cut, between a column and a row linear, each rank
-draws for itself, from a state that is made of the whole's and of the rank's number; the whole's goes on from
-where it was, one number further where a rank has drawn. That is the rule of Megatron-LM (Shoeybi et al. 2019,
-section 3) and of DTensor. All of it is read off the generators' states, so checkpointing, which puts them
-back, draws the same again.
+For whole activations all ranks draw the same numbers, whatever their seeds: at the start of a forward pass,
+ranks whose generators differ take the first rank's state. For cut activations, between a column and a row
+linear, each rank draws its own numbers, from a state made of the common state and the rank's number. Behind
+the row linear the common state continues from where it was, one number further if a rank has drawn. This is
+the rule of Megatron-LM (Shoeybi et al. 2019, section 3) and of DTensor. Everything follows from the
+generators' states, so checkpointing, which restores them, draws the same numbers again.
 
-Training asks nothing of the other ranks where the model draws nothing."""
+In training, a model that draws nothing exchanges nothing for this."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from pyruntime.nn.parameters import TensorGroup
 
 
 class RandomStreams:
-    """Of one model that parallelize() has cut.
+    """The random numbers of one model that parallelize() has cut.
 
-    draws: whether it draws random numbers in training, which its first call in training finds out."""
+    draws: whether the model draws random numbers in training; its first call in training finds out."""
 
     def __init__(self, group: TensorGroup) -> None:
         self._group = group
         self.draws = False
         self._is_on = False  # within forward passes in training, and the backward passes that follow
         self._device = torch.device("cpu")
-        self._whole: list[Tensor] = []  # the states outside of the region
-        self._own: list[Tensor] = []  # with which this rank began in it
+        self._whole: list[Tensor] = []  # the common states, outside of the region
+        self._own: list[Tensor] = []  # this rank's states at the start of the region
 
     def begin_forward(self, model: nn.Module, _args: tuple) -> None:
         """A forward pre-hook of the model."""
@@ -58,7 +58,7 @@ class RandomStreams:
             generator.set_state(every[0].to("cpu", state.dtype))
 
     def enter(self) -> None:
-        """A column linear has been called: what follows is cut. Several may open one region."""
+        """Switches to this rank's own numbers when a column linear is called. Several may open one region."""
         if not self._is_on or is_compiling() or self._is_inside():
             return
         self._whole = [generator.get_state() for generator in self._generators]
@@ -68,7 +68,7 @@ class RandomStreams:
         self._own = [generator.get_state() for generator in self._generators]
 
     def leave(self) -> None:
-        """A row linear is called."""
+        """Switches back to the common numbers when a row linear is called."""
         if not self._is_on or is_compiling() or not self._is_inside():
             return
         for generator, whole, own in zip(self._generators, self._whole, self._own, strict=True):
@@ -79,8 +79,8 @@ class RandomStreams:
         self._whole = []
 
     def _is_inside(self) -> bool:
-        """Whether the generators go on from where enter() has left them: a pass that fails, or a
-        checkpoint's second forward pass that has all it needs, does not come to the row linear."""
+        """Whether the generators still continue from the state that enter() set. A pass that fails, or a
+        checkpoint's second forward pass that stops early, does not reach the row linear."""
         if not self._whole:
             return False
         place = [axis.rank for axis in self._group.axes]
@@ -88,7 +88,7 @@ class RandomStreams:
 
 
 def _number_of(states: list[Tensor], *place: int) -> int:
-    """63 bits of states and a place."""
+    """Hashes states and a place into 63 bits."""
     digest = hashlib.blake2b(repr(place).encode(), digest_size=8)
     for state in states:
         digest.update(state.numpy().tobytes())

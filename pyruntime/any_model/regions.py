@@ -1,17 +1,14 @@
-"""Gradients of whatever is whole on every rank and is combined with activations that are cut.
+"""Sums the gradients of tensors that are whole on every rank and are combined with cut activations.
 
-Between a column linear and the row linear that follows, each rank computes on its own features or heads. A
-tensor that is whole there (the weight of a norm over each head, a gain, a gate, keys that all heads share)
-takes part in every rank's share, and what flows back to it on one rank is that rank's share of its
-gradient:
+A region is the code between a column linear and the next row linear. There each rank computes on its own
+features or heads. A tensor that is whole there (the weight of a norm over each head, a gain, a gate, keys
+that all heads share) contributes to every rank's result, so each rank computes only a part of its gradient:
 
     z = sum_r f(y_r, w)        dL/dw = sum_r (dL/dz) df(y_r, w)/dw
 
-So that gradient is summed over the group where it leaves the region. Which tensors those are is read off
-the autograd graph that the forward has just left, from the row linear's input back to the column linears'
-outputs: no name is looked at, and a tensor that is read both inside and outside gets the sum of its inside
-part alone.
-"""
+So that gradient is summed over the group where it leaves the region. The autograd graph of the forward pass
+shows which tensors need it: it is walked from the row linear's input back to the column linears' outputs. No
+name matters. Of a tensor that is read both inside and outside, only the inside part is summed."""
 
 from __future__ import annotations
 
@@ -26,19 +23,19 @@ from pyruntime import ops
 from pyruntime.any_model.random_streams import RandomStreams
 from pyruntime.nn.parameters import TensorGroup
 
-# In a node's metadata:
+# Keys of a node's metadata:
 _MARKS = "pyruntime.regions"  # {number of the output: its Region where it is cut, None where it is whole}
 _SUMMED = "pyruntime.summed"  # the node's gradients are summed already: two row linears may share a region
-_WHOLE = "pyruntime.whole"  # nothing behind the node is cut, as an earlier walk has found
+_WHOLE = "pyruntime.whole"  # an earlier walk found that nothing behind the node is cut
 _LEAF = torch._C._functions.AccumulateGrad
 
 
 class Region:
-    """What one layer knows of the cut activations that it begins (column) or ends (row).
+    """The cut activations that one layer begins (column) or ends (row).
 
-    settled: whether an eager pass has found that nothing needs a sum here, which is what lets torch.compile
-    trace the layer; None before the first pass.
-    streams: which random numbers are drawn in the region."""
+    settled: whether an eager pass has found that no gradient needs a sum here; torch.compile may then trace
+    the layer. None before the first pass.
+    streams: the random numbers that are drawn in the region."""
 
     def __init__(self, label: str, group: TensorGroup, streams: RandomStreams) -> None:
         self.label = label
@@ -52,7 +49,7 @@ class Region:
         return self._eagerly(Region._begin, y)
 
     def end(self, x: Tensor) -> Tensor:
-        """x [..., K/P], the input of a row linear, once the gradients behind it are seen to."""
+        """Registers the sums of gradients behind x [..., K/P], the input of a row linear. Returns x."""
         self.streams.leave()
         return self._eagerly(Region._end, x)
 
@@ -61,7 +58,7 @@ class Region:
         return self._eagerly(Region._whole, y)
 
     def _eagerly(self, method: Callable[[Region, Tensor], Tensor], x: Tensor) -> Tensor:
-        """The method outside of torch.compile, where there are gradients."""
+        """Runs the method outside of torch.compile, and only where gradients are on."""
         if not torch.is_grad_enabled() or (is_compiling() and self.settled):
             return x
         return _run_eagerly(method, self, x) if is_compiling() else method(self, x)
@@ -70,7 +67,7 @@ class Region:
         return _mark(y, None)
 
     def _begin(self, y: Tensor) -> Tensor:
-        # Frozen layers leave no graph, and what is cut must be known by it.
+        # Frozen layers leave no graph, but only the graph tells what is cut.
         return _mark(y if y.requires_grad else _Graph.apply(y, torch.empty(0, requires_grad=True)), self)
 
     def _end(self, x: Tensor) -> Tensor:
@@ -86,7 +83,7 @@ class Region:
 
 
 class _Graph(torch.autograd.Function):
-    """y with a node of its own, which takes gradients and passes none on."""
+    """Gives y a graph node that takes gradients and passes none on."""
 
     @staticmethod
     def forward(ctx, y: Tensor, anchor: Tensor) -> Tensor:
@@ -98,7 +95,7 @@ class _Graph(torch.autograd.Function):
 
 
 def mark_whole(x: Tensor) -> None:
-    """x is the same on every rank, so the graph behind it is of no concern to a region that reads it."""
+    """Marks x as the same on every rank, so that regions which read it ignore the graph behind it."""
     if not torch.is_grad_enabled() or is_compiling():
         return
     _mark(x, None)
@@ -113,8 +110,8 @@ def _mark(y: Tensor, region: Region | None) -> Tensor:
 
 
 def _sum_gradients(root: Any, end: Region) -> tuple[set[Region], bool]:
-    """Sees to every edge from a cut tensor to a whole one. Returns the regions that begin behind `root`, and
-    whether there was such an edge."""
+    """Registers the sum for every edge from a cut tensor to a whole one. Returns the regions that begin
+    behind `root`, and whether there was such an edge."""
     begun: set[Region] = set()
     edges, all_cut = _nodes_behind(root, end, begun)
     if all_cut:
@@ -134,9 +131,9 @@ def _sum_gradients(root: Any, end: Region) -> tuple[set[Region], bool]:
             continue
         if "CompiledFunction" in node.name():
             raise RuntimeError(
-                f"torch.compile has made one piece of what feeds {end.label}, and a tensor that is whole "
-                "on every rank is read in it, whose gradient must be summed over the ranks; leave the "
-                f"module that holds {end.label} out of torch.compile (torch.compiler.disable)."
+                f"torch.compile has fused the code that feeds {end.label}. It reads a tensor that is whole "
+                "on every rank, whose gradient must be summed over the ranks; leave the module that holds "
+                f"{end.label} out of torch.compile (torch.compiler.disable)."
             )
         node.metadata[_SUMMED] = True
         node.register_hook(_SumHook(tuple(crossing), end.group.name))
@@ -144,7 +141,7 @@ def _sum_gradients(root: Any, end: Region) -> tuple[set[Region], bool]:
 
 
 class _SumHook:
-    """A node's hook: sums some of the gradients that it passes on."""
+    """A hook of a node that sums some of the gradients which the node passes on."""
 
     def __init__(self, edges: tuple[int, ...], group: str) -> None:
         self.edges, self.group = edges, group
@@ -157,8 +154,8 @@ class _SumHook:
 
 
 def _nodes_behind(root: Any, end: Region, begun: set[Region]) -> tuple[dict[Any, tuple], bool]:
-    """The nodes from `root` back to marked outputs, leaves and what is known to be whole, with their edges;
-    regions that begin there go to `begun`. And whether all of them are cut: nothing whole feeds any."""
+    """Returns ({node: its edges}, whether nothing whole feeds any of them) for the nodes from `root` back to
+    marked outputs, leaves, and nodes known to be whole. Adds regions that begin there to `begun`."""
     edges: dict[Any, tuple] = {}
     all_cut = True
     stack = [root]
@@ -188,8 +185,8 @@ def _nodes_behind(root: Any, end: Region, begun: set[Region]) -> tuple[dict[Any,
 
 
 def _cut_nodes(root: Any, edges: dict[Any, tuple]) -> set[Any]:
-    """Those of the nodes that the column linears' cut outputs flow into; `root` is one whatever it reads,
-    because a row linear's input is. The others are remembered as whole."""
+    """Returns the nodes into which the column linears' cut outputs flow. `root` is always one of them,
+    because a row linear's input is cut. Marks the others as whole."""
     readers: dict[Any, list] = {}
     seeds = [root]
     for node, following in edges.items():
@@ -217,13 +214,13 @@ def _is_cut(node: Any, number: int, cut: Container[Any]) -> bool:
 def _check_leaf(leaf: Tensor, end: Region) -> None:
     if getattr(leaf, "tp_dim", None) is not None:
         raise RuntimeError(
-            f"What feeds {end.label} reads a parallel layer's weight {list(leaf.shape)} itself, which "
-            "holds this rank's shard alone; call the layer, or leave it out of the plan."
+            f"Code that feeds {end.label} reads a parallel layer's weight {list(leaf.shape)} directly, which "
+            "is only this rank's shard; call the layer, or leave it out of the plan."
         )
     if not isinstance(leaf, torch.nn.Parameter) and not getattr(leaf, "tp_whole", False):
         raise RuntimeError(
-            f"What feeds {end.label} begins at a tensor {list(leaf.shape)} that is no parameter, and "
-            "whether it is cut cannot be told; use checkpoint(use_reentrant=False), or detach the tensor."
+            f"Code that feeds {end.label} starts from a tensor {list(leaf.shape)} that is no parameter, so "
+            "it is unknown whether it is cut; use checkpoint(use_reentrant=False), or detach the tensor."
         )
 
 

@@ -1,4 +1,4 @@
-"""save_pretrained of a parallel model: whole tensors, written once."""
+"""Makes save_pretrained of a parallel model write whole tensors, once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pyruntime.nn.parameters import TensorGroup
 
 
 class SavePretrained:
-    """save_pretrained() of one parallel model. It belongs to the model as an object, so that a copy or a
-    pickle of the model has one of its own."""
+    """The save_pretrained() of one parallel model. An object, not a closure, so that a copy or a pickle of
+    the model has its own."""
 
     def __init__(self, model: nn.Module, group: TensorGroup) -> None:
         self.model, self.group = model, group
@@ -33,18 +33,19 @@ class SavePretrained:
 
 
 def save_whole(model: nn.Module, group: TensorGroup) -> None:
-    """Gives models, and models within, that have save_pretrained (transformers, peft) one that writes whole
-    tensors, at any tp.
+    """Replaces save_pretrained of `model` and of the models inside it (transformers, peft) by one that writes
+    whole tensors, at any tp.
 
-    Every rank of the group must call it. Tensors are gathered one at a time; the group's rank 0 keeps them on
-    the CPU and writes, unless it is told is_main_process=False. Raises on every rank where rank 0 cannot."""
-    for module in model.modules():  # peft's merge_and_unload() gives the model within
+    Every rank of the group must call the new one. Tensors are gathered one at a time; the group's rank 0
+    keeps them on the CPU and writes them, unless it is given is_main_process=False. Raises on every rank
+    where rank 0 fails."""
+    for module in model.modules():  # peft's merge_and_unload() returns the inner model
         if callable(getattr(type(module), "save_pretrained", None)):
             module.save_pretrained = SavePretrained(module, group)
 
 
 def _whole(state: dict[str, Any], *, keep: bool) -> dict[str, Any]:
-    """Full tensors on the CPU; tied ones stay one tensor."""
+    """Returns full tensors on the CPU; tied ones stay one tensor."""
     done: dict[tuple, Tensor] = {}
     whole: dict[str, Any] = {}
     for name, value in state.items():
@@ -59,7 +60,7 @@ def _whole(state: dict[str, Any], *, keep: bool) -> dict[str, Any]:
 
 
 def raise_everywhere(error: Exception | None, group: TensorGroup, device: torch.device, what: str) -> None:
-    """Raises on every rank where rank 0 has an error: there that one, elsewhere a RuntimeError."""
+    """Raises on every rank if rank 0 has an error: rank 0 raises it, other ranks a RuntimeError."""
     failed = torch.tensor([0.0 if error is None else 1.0], device=device)
     for axis in group.axes:
         if axis.size > 1:

@@ -1,4 +1,4 @@
-"""One forward and backward of a parallel model against the whole one."""
+"""Compares one forward and backward pass of a parallel model with the whole model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pyruntime.comm.core import _C
 from pyruntime.nn.cut import memory_of
 from pyruntime.nn.parameters import TensorGroup
 
-# Of a tensor's norm; what is smaller than _NOISE of the largest gradient is compared with that instead.
+# Shares of a tensor's norm. A gradient smaller than _NOISE times the largest is compared with that instead.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 _NOISE = 1e-3
 
 
 class VerificationError(ValueError):
-    """A parallel model that computes something else than the whole one."""
+    """Raised for a parallel model whose results differ from the whole model's."""
 
 
 def verify(
@@ -31,17 +31,18 @@ def verify(
     *,
     tolerance: float | None = None,
 ) -> None:
-    """Raises VerificationError, on every rank alike, where `model` computes something else than `reference`.
+    """Raises VerificationError on every rank where results of `model` differ from those of `reference`.
 
-    model: what parallelize() returned. reference: the same model with the same weights, whole, on every rank
-    (copy.deepcopy before parallelize). batch: the arguments of one call, the same on every rank: a mapping of
-    keyword arguments, a tuple of positional ones, or one tensor.
+    model: the model that parallelize() returned. reference: the same model with the same weights, whole, on
+    every rank (copy.deepcopy before parallelize). batch: the arguments of one call, the same on every rank: a
+    mapping of keyword arguments, a tuple of positional ones, or one tensor.
 
-    Both run once, forward and backward, and every output and the gradient of every parameter are compared.
-    What is differentiated is the output's `loss` where there is one, else a random weighting of every
-    floating-point output. Gradients of both are left as they were. Dropout must be off (p = 0, or eval()),
-    because a rank draws for its own heads. The message names the parameter whose gradient is furthest off.
-    tolerance: of the norm of each tensor; None: 1e-3 in fp32, 1e-6 in fp64, 0.1 in bf16, 0.05 in fp16."""
+    Both models run once, forward and backward, and every output and the gradient of every parameter are
+    compared. The backward starts from the output's `loss` where there is one, else from a random weighting of
+    all floating-point outputs. Existing gradients of both are restored. Dropout must be off (p = 0, or
+    eval()), because a rank draws for its own heads. The message names the parameter whose gradient differs
+    most. tolerance: a share of each tensor's norm; None: 1e-3 in fp32, 1e-6 in fp64, 0.1 in bf16, 0.05 in
+    fp16."""
     expected, wanted = _run(reference, batch)
     found, got = _run(model, batch)
     message = _compare_outputs(dict(expected), dict(found), tolerance) or _compare_gradients(
@@ -51,7 +52,7 @@ def verify(
 
 
 def _run(model: nn.Module, batch: Any) -> tuple[list[tuple[str, Tensor]], dict[str, Tensor]]:
-    """Outputs, and {parameter: gradient}."""
+    """Returns the outputs, and {parameter: gradient}."""
     if isinstance(batch, Mapping):
         output = model(**batch)
     else:
@@ -84,9 +85,8 @@ def _weighted(outputs: list[Tensor]) -> Tensor:
     ]
     if not parts:
         raise ValueError(
-            "Nothing in the model's output depends on a parameter that is trained, so there is no "
-            "gradient to compare; give a model whose output is a tensor, or a tuple or mapping that holds "
-            "one."
+            "Nothing in the model's output depends on a trained parameter, so there is no gradient to "
+            "compare; use a model whose output is a tensor, or a tuple or mapping of tensors."
         )
     return torch.stack(parts).sum()
 
@@ -140,7 +140,7 @@ def _tolerance(like: Tensor) -> float:
 
 
 def _raise_everywhere(message: str, model: nn.Module) -> None:
-    """Every rank raises where one has something to say."""
+    """Raises on every rank where one rank has a message."""
     groups = [m.group for m in model.modules() if isinstance(getattr(m, "group", None), TensorGroup)]
     failed = 1.0 + dist.get_rank() if message else 0.0
     for axis in groups[0].axes if groups else ():

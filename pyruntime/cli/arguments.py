@@ -1,4 +1,4 @@
-"""Command lines to dataclasses through tyro, with errors in one sentence."""
+"""Parses command lines into dataclasses through tyro, and turns its errors into one sentence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRUTH = {"true": "True", "false": "False"}
 
 
 class HelpShown(Exception):
-    """--help was asked for and printed."""
+    """Raised after --help was printed."""
 
 
 def parse(
@@ -41,16 +41,16 @@ def parse(
     default: Options | None = None,
     others: Sequence[str] = (),
 ) -> Options:
-    """The `argv` of a command as an instance of the dataclass `cls`; every flag takes a value
-    (`--section.key value`). `others` are flags of the command that have been taken out of `argv`.
+    """Returns the `argv` of a command as an instance of the dataclass `cls`. Every flag takes a value
+    (`--section.key value`). `others` are flags that the caller already took out of `argv`.
 
-    Raises ConfigError with the nearest name of an unknown flag or tyro's finding in one sentence, HelpShown
-    after printing --help (on rank 0).
+    Raises ConfigError with the name nearest to an unknown flag, or with tyro's message in one sentence.
+    Raises HelpShown after --help was printed (on rank 0).
     """
     program = f"python -m pyruntime {command}"
     known = dict(_names(cls))
     _check_names(argv, [*known, *others], program)
-    argv = _with_python_s_truth(argv, [name for name, kind in known.items() if kind is bool])
+    argv = _with_python_s_truth(argv, [name for name, kind in known.items() if kind in (bool, bool | None)])
     out, err = io.StringIO(), io.StringIO()
     start: dict[str, Any] = {} if default is None else {"default": default}
     try:
@@ -74,8 +74,8 @@ def parse(
 
 
 def _tables() -> rules.ConstructorRegistry:
-    """tyro's rules for our dataclasses, whose help says what the values of a choice are, and for a field that
-    may be a table of a TOML file: one argument, as that has it."""
+    """Returns tyro's rules for our dataclasses, whose help explains the values of a choice, and for fields
+    that may be a TOML table, which is one argument here."""
     registry = rules.ConstructorRegistry()
 
     @registry.primitive_rule
@@ -110,7 +110,7 @@ def _tables() -> rules.ConstructorRegistry:
 
 @functools.cache
 def _docs(cls: type) -> dict[str, str]:
-    """What stands below each field of a dataclass."""
+    """Returns the docstring below each field of a dataclass."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
     return {
@@ -127,7 +127,7 @@ def _number_or_grid(text: str) -> int | Grid | None:
 
 
 def check_at_least(options: object, least: int, *names: str) -> None:
-    """Raises ConfigError where an option of these names is below `least`."""
+    """Raises ConfigError if an option of these names is below `least`."""
     for name in names:
         if getattr(options, name) < least:
             must = f"be at least {least}" if least else "not be negative"
@@ -136,7 +136,7 @@ def check_at_least(options: object, least: int, *names: str) -> None:
 
 @contextlib.contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Raises ConfigError, "WHAT cannot be written: ..", where a file inside cannot be."""
+    """Turns an OSError of the block into the ConfigError "WHAT cannot be written: ..."."""
     try:
         yield
     except OSError as error:
@@ -144,7 +144,7 @@ def writing(what: str) -> Iterator[None]:
 
 
 def _names(cls: type) -> Iterator[tuple[str, Any]]:
-    """Flags of a dataclass and their types, those of its sections with the section's name before a dot."""
+    """Yields the flags of a dataclass and their types; a section's flags as `section.name`."""
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
         hint: Any = hints[field.name]
@@ -155,7 +155,7 @@ def _names(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def _with_python_s_truth(argv: list[str], switches: Sequence[str]) -> list[str]:
-    """`--a.switch true` as tyro wants it, True; files of a configuration have it in lower case."""
+    """Replaces `--a.switch true`, as TOML files spell it, by the True that tyro wants."""
     result: list[str] = []
     for argument in argv:
         name, equals, value = argument.partition("=")
@@ -179,7 +179,7 @@ def _check_names(argv: list[str], known: Sequence[str], program: str) -> None:
 
 
 def _nearest(asked: str, known: Sequence[str]) -> str:
-    """The name whose last part is like that of `asked`, of several the one in the nearest section."""
+    """Returns the name whose last part resembles that of `asked`; of several, the most similar as a whole."""
     ends = {name: name.rpartition(".")[2] for name in known}
     close = difflib.get_close_matches(asked.rpartition(".")[2], sorted(set(ends.values())), n=1)
     alike = [name for name in known if ends[name] in close]
@@ -187,13 +187,12 @@ def _nearest(asked: str, known: Sequence[str]) -> str:
 
 
 def flag_name(argument: str) -> str:
-    """`--section.a-key` or `--section.a_key=3` as section.a_key; empty where it is a value."""
+    """Returns section.a_key for `--section.a-key` or `--section.a_key=3`, and "" for a value."""
     return argument[2:].partition("=")[0].replace("-", "_") if argument.startswith("--") else ""
 
 
 def take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:
-    """The value of `--name VALUE` or `--name=VALUE` in `argv` (None: not there) and the arguments without
-    it."""
+    """Returns the value of `--name VALUE` or `--name=VALUE` in `argv` (or None), and the other arguments."""
     value, rest, arguments = None, [], iter(argv)
     for argument in arguments:
         if argument == f"--{name}":
@@ -208,10 +207,10 @@ def take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def first_finding(box: str) -> str:
-    """The first paragraph of one of tyro's messages, as one line without a full stop.
+    """Returns the first paragraph of a message of tyro, as one line without a full stop.
 
-    A message is a box whose title stands in its upper edge or, where the terminal knows no box characters,
-    text with the title as first line; rules separate its paragraphs.
+    A message is a box with its title in the upper edge. On a terminal without box characters it is text with
+    the title as first line. Rules separate its paragraphs.
     """
     drawn = "│" in box
     lines = [line.strip("│ \t") for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]

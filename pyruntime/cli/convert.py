@@ -1,4 +1,4 @@
-"""`python -m pyruntime convert`."""
+"""`python -m pyruntime convert`: between a run's checkpoints and Hugging Face models."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pyruntime.cli.environment import check_started, started_ranks
 from pyruntime.train import checkpoint_folder, validate
 from pyruntime.train.errors import ConfigError
 
-DESCRIPTION = """Writes the weights of a run's checkpoint as a Hugging Face model, or makes of a Hugging Face
-Llama a checkpoint that a run is resumed from: what --source holds says which. Below torchrun the model is
-cut over all ranks."""
+DESCRIPTION = """Writes the weights of a run's checkpoint as a Hugging Face model, or turns a Hugging Face
+Llama into a checkpoint that a run can resume from. The contents of --source decide which. Under torchrun the
+model is cut over all ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +24,9 @@ class ConvertOptions:
     """Run folder (its newest checkpoint), one of its checkpoints/step-N folders, or a Hugging Face folder
     with config.json and safetensors."""
     target: str
-    """Folder to write, which holds nothing yet."""
+    """Folder to write, new or empty."""
     dtype: Literal["auto"] | Dtype = "auto"
-    """Type of the weights that are written; auto: as they are, fp16 of Hugging Face's as fp32."""
+    """Type of the written weights; auto: unchanged, but fp16 from Hugging Face becomes fp32."""
     max_file_bytes: int = 5_000_000_000
     """Largest safetensors file of a Hugging Face model, in bytes; larger models are cut into several."""
     deadline_s: float = 120.0
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
     with Runtime.start(tp=world_size, deadline_s=options.deadline_s) as runtime:
         if (source / "config.json").is_file():
             facts = from_hf(source, target, runtime, dtype)
-            said = f"go on with --checkpoint.resume {target}"
+            said = f"resume it with --checkpoint.resume {target}"
         else:
             try:
                 folder = checkpoint_folder.find(source)
@@ -63,12 +63,12 @@ def main(argv: list[str]) -> None:
 
 
 def check(options: ConvertOptions) -> None:
-    """Raises ConfigError for options that make no sense on their own."""
+    """Raises ConfigError for options that are wrong by themselves."""
     if not os.path.isdir(options.source):
         raise ConfigError(f"--source {options.source}: there is no such folder.")
     if os.path.exists(options.target) and not (
         os.path.isdir(options.target) and not os.listdir(options.target)
     ):
-        raise ConfigError(f"--target {options.target} is there already; name a new folder.")
+        raise ConfigError(f"--target {options.target} exists and is not an empty folder; name a new folder.")
     check_at_least(options, 1, "max_file_bytes")
     validate.check_seconds("--deadline_s", options.deadline_s)

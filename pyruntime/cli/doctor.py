@@ -1,4 +1,4 @@
-"""`python -m pyruntime doctor`: what was built, what there is, and which tier every operation takes.
+"""`python -m pyruntime doctor`: reports the build, the hardware and the tier of every operation.
 
 It never fails because something is missing: each part says what it could not find out, and why.
 """
@@ -25,27 +25,27 @@ from pyruntime.machine import Rows
 from pyruntime.train import validate
 from pyruntime.train.errors import refusing
 
-DESCRIPTION = """Prints what was built, what hardware and fabric there is, whether ranks can reach each
-other's memory, and which tier each operation takes: without torchrun it starts ranks of its own for that,
-below torchrun it asks those."""
+DESCRIPTION = """Prints what was built, the hardware and fabric, whether ranks can reach each other's memory,
+and which tier each operation takes. For the tiers it uses the ranks of torchrun; without torchrun it starts
+its own."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DoctorOptions:
     only: Literal["all", "tiers"] = "all"
-    """Which part of the report is printed."""
+    """Part of the report to print."""
     ranks: int = 2
-    """Ranks that are started to ask for tiers, where torchrun has not started any; 0: leave the tiers out."""
+    """Ranks to start for the tiers if torchrun started none; 0: leave the tiers out."""
     rows: int = 2048
-    """Rows of the activation (tokens) that tiers are asked for, over all ranks."""
+    """Rows (tokens) of the activation, over all ranks, for which tiers are shown."""
     hidden_size: int = 1024
-    """Width of the residual stream that tiers are asked for, in features."""
+    """Features of the residual stream for which tiers are shown."""
     intermediate_size: int = 2816
-    """Width of the feed-forward network that tiers are asked for, in features."""
+    """Features of the feed-forward network for which tiers are shown."""
     dtype: Dtype | Literal["fp16"] = "bf16"
-    """Type that tiers are asked for."""
+    """Type of weights and activations for which tiers are shown."""
     timeout_s: float = 120.0
-    """Longest that the ranks started for this may take, in seconds."""
+    """Longest time that the started ranks may take, in seconds."""
 
 
 def main(argv: list[str]) -> None:
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
 
 
 def show(title: str, rows: Callable[[], Rows]) -> None:
-    """Prints a part of the report; a part that fails says so."""
+    """Prints a part of the report, or the error that it ended with."""
     print(title)
     try:
         found = rows()
@@ -103,8 +103,7 @@ def built() -> Rows:
 
 
 def kernels() -> str:
-    """Whether the kernels of csrc/cuda were built for this torch's kind of GPU, and what keeps them from
-    being used here."""
+    """Says whether the kernels for this torch's kind of GPU were built, and why they are not used here."""
     import torch
 
     from pyruntime.cuda import architectures_in, library_path, why_not
@@ -121,7 +120,7 @@ def kernels() -> str:
 
 
 def _compiler(name: str) -> str | None:
-    """nvcc or hipcc where the build looks for it."""
+    """Returns the path of nvcc or hipcc, searched where the build searches."""
     homes = {"nvcc": ("CUDA_HOME", "CUDA_PATH"), "hipcc": ("ROCM_HOME", "ROCM_PATH", "HIP_PATH")}[name]
     folders = [os.environ[home] for home in homes if os.environ.get(home)]
     usual = {"nvcc": "/usr/local/cuda", "hipcc": "/opt/rocm"}[name]
@@ -130,7 +129,7 @@ def _compiler(name: str) -> str | None:
 
 
 def nvtx_ranges() -> str:
-    """Whether NVIDIA's profilers hear what this does."""
+    """Says whether a profiler of NVIDIA receives our NVTX ranges."""
     from pyruntime.comm.ranges import nvtx_domain
 
     try:
@@ -142,7 +141,7 @@ def nvtx_ranges() -> str:
 
 
 def tuning() -> Rows:
-    """The file of measured choices, and where they were measured."""
+    """Returns the tuning file, and where its choices were measured."""
     from pyruntime.tuning import cache
     from pyruntime.tuning.apply import dates
 
@@ -162,7 +161,7 @@ def tuning() -> Rows:
 
 
 def compiler(extension: Path) -> str:
-    """The compiler that a shared library names in its comment section."""
+    """Returns the compiler that a shared library names in its comment section."""
     names = re.findall(rb"(?:GCC: |clang version )[^\0\n]{1,80}", extension.read_bytes())
     found = sorted({name.decode(errors="replace") for name in names})
     return "compiled by " + ", ".join(found) if found else "compiler unknown"
@@ -199,7 +198,7 @@ def backends() -> Rows:
 
 
 def symmetric_memory() -> Rows:
-    """Tries torch's symmetric memory on CPU tensors in a group of this process alone."""
+    """Tries torch's symmetric memory on CPU tensors, in a group of only this process."""
     import torch
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symm_mem
@@ -221,15 +220,16 @@ def symmetric_memory() -> Rows:
 
 
 def multicast() -> str:
-    """How many of the GPUs here torch can give one address for all ranks' memory
-    (`comm.configure(multicast=...)`)."""
+    """Says how many GPUs here support one address for all ranks' memory (`comm.configure(multicast=...)`)."""
     import torch
     from torch._C._autograd import DeviceType
     from torch._C._distributed_c10d import _SymmetricMemory
 
+    from pyruntime.cuda import cards
+
     if not torch.version.cuda:
         return f"none: this torch is {torch_kind()}"
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0  # which starts the driver
+    count = cards.count()
     able = sum(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, index) for index in range(count))
     if not able:
         return f"none of {count} GPUs"
@@ -256,7 +256,7 @@ def start_tiers(options: DoctorOptions, argv: list[str]) -> None:
 
 
 def show_tiers(options: DoctorOptions) -> None:
-    """Runs one layer forward and backward on all ranks; rank 0 prints what `explain` says of it."""
+    """Runs one layer forward and backward on all ranks; rank 0 prints its `explain`."""
     import torch
 
     from pyruntime import explain

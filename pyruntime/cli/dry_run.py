@@ -1,4 +1,4 @@
-"""What `train --dry_run RANKS` prints: the run as it would be, without ranks and without weights."""
+"""Writes the report of `train --dry_run RANKS`: the planned run, without starting ranks or making weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pyruntime.llama.config import LlamaConfig
 from pyruntime.pipeline import Costs, simulate
 from pyruntime.plan.cluster import Cluster, find_cluster
 from pyruntime.plan.memory import SAFE, Memory, verdict
@@ -19,7 +20,7 @@ from pyruntime.train.resolved import ResolvedRun, check
 
 GB = 1e9
 MOST_ACTIONS = 20_000
-"""Of a pipeline's schedule that is simulated to tell its bubble; a larger one takes seconds."""
+"""Actions of the largest schedule that is simulated for its bubble; a larger one would take seconds."""
 COMPUTED_AGAIN = {
     "none": "",
     "selective": ", norms and SwiGLU computed again in the backward pass",
@@ -28,7 +29,7 @@ COMPUTED_AGAIN = {
 
 
 def held(run: ResolvedRun) -> Memory:
-    """Bytes that the fullest rank of a run holds, on the cluster that output.cluster names."""
+    """Returns the bytes of the fullest rank of a run, on the cluster that output.cluster names."""
     return estimate(run, _cluster(run.config))
 
 
@@ -38,8 +39,8 @@ def _cluster(config: RunConfig) -> Cluster | None:
 
 
 def report(config: RunConfig, ranks: int) -> tuple[str, str]:
-    """Mesh, shapes, memory and schedule, for people; and why it does not fit into the memory of the cluster
-    that output.cluster names, empty where it does or none is named. Raises ConfigError, as the run would."""
+    """Returns mesh, shapes, memory and schedule as text, and why the run does not fit the memory of the
+    cluster of output.cluster (empty: it fits, or none is named). Raises ConfigError, as the run would."""
     run = check(config, ranks)
     cluster, memory = _cluster(config), held(run)
     parts = [_heading(run), _shapes(run), _memory(run, memory, cluster)]
@@ -55,7 +56,7 @@ def report(config: RunConfig, ranks: int) -> tuple[str, str]:
 
 
 def _levers(run: ResolvedRun) -> Iterator[dict[str, dict[str, Any]]]:
-    """Changes that take memory out of a run, the cheapest in time first, each with those before it."""
+    """Yields changes that reduce a run's memory: each alone, cheapest in time first, then added up."""
     train, parallel = run.config.train, run.config.parallel
     changes: dict[str, dict[str, Any]] = {"train": {}, "parallel": {}}
     steps: list[tuple[str, str, Any]] = []
@@ -70,7 +71,7 @@ def _levers(run: ResolvedRun) -> Iterator[dict[str, dict[str, Any]]]:
     for size in (8, 4, 2, 1):
         if size < train.micro_batch_size:
             steps.append(("train", "micro_batch_size", size))
-    if run.micro_batches > 1 and parallel.pp == 1:  # no sums of earlier micro-batches are kept
+    if run.micro_batches > 1 and parallel.pp == 1:  # with one micro-batch no gradient sums are stored
         steps.append(("train", "batch_size", train.batch_size // run.micro_batches))
     for section, key, value in steps:
         yield {section: {key: value}}
@@ -82,7 +83,7 @@ def _levers(run: ResolvedRun) -> Iterator[dict[str, dict[str, Any]]]:
 
 
 def _remedy(run: ResolvedRun, cluster: Cluster) -> str:
-    """What would make the run fit, in a sentence."""
+    """Returns a sentence with the first change that makes the run fit."""
     for changes in _levers(run):
         other = run.config
         for section, keys in changes.items():
@@ -92,7 +93,7 @@ def _remedy(run: ResolvedRun, cluster: Cluster) -> str:
         try:
             memory = held(check(other, run.mesh.ranks))
         except ConfigError:
-            continue  # the trainer does not run that
+            continue  # the trainer refuses this combination
         if verdict(memory.total, cluster.memory_bytes) == "fits":
             said = " and ".join(
                 f"{section}.{key}={value}" for section, keys in changes.items() for key, value in keys.items()
@@ -121,8 +122,8 @@ def _heading(run: ResolvedRun) -> str:
         [
             f"model     {shape.parameter_count() / 1e6:,.1f} M parameters in {train.dtype}: "
             f"{shape.num_hidden_layers} layers of {shape.hidden_size} features, {shape.num_attention_heads} "
-            f"heads and {shape.num_key_value_heads} of keys and values, feed-forward "
-            f"{shape.intermediate_size}, vocabulary {shape.vocab_size}",
+            f"heads and {shape.num_key_value_heads} of keys and values, {_feed_forward(shape)}, "
+            f"vocabulary {shape.vocab_size}",
             f"mesh      {sizes}{cut} on {mesh.ranks} rank(s), device {train.device}",
             f"step      steps of {run.tokens_per_step:,} tokens, {train.batch_size} sequences of "
             f"{train.seq_len}: on a rank {run.micro_batches} micro-batch(es) of "
@@ -134,26 +135,57 @@ def _heading(run: ResolvedRun) -> str:
     )
 
 
+def _feed_forward(shape: LlamaConfig) -> str:
+    mixture = shape.mixture
+    if mixture is None:
+        return f"feed-forward {shape.intermediate_size}"
+    shared = f" and a shared one of {mixture.shared_width}" if mixture.shared_width else ""
+    dense = f" after {mixture.dense_layers} with feed-forward {shape.intermediate_size}"
+    dense = dense if mixture.dense_layers else ""
+    return (
+        f"{mixture.experts} experts of {mixture.width}{shared}{dense}, of which "
+        f"a token uses {mixture.per_token} ({shape.active_parameter_count() / 1e6:,.1f} M parameters)"
+    )
+
+
 def _shapes(run: ResolvedRun) -> str:
-    """Of what one rank holds of a layer's weights before ZeRO cuts them, and of activations of a micro-batch;
-    of what does not divide, the largest."""
+    """Returns the shapes of one rank's weights before ZeRO cuts them, and of its activations for a
+    micro-batch. Where a size does not divide, the largest rank's is shown."""
     train, shape, cp = run.config.train, run.shape, run.mesh.cp
     x, y = run.mesh.tp, run.mesh.tp_y
     tokens = train.micro_batch_size * train.seq_len // cp
     hidden, head_dim = shape.hidden_size // y, shape.head_dim
     heads, kv_heads = shape.num_attention_heads // x, shape.num_key_value_heads // x
-    ffn, vocab = shape.intermediate_size // x, math.ceil(shape.vocab_size / x)
+    vocab = math.ceil(shape.vocab_size / x)
     qkv = (heads + 2 * kv_heads) * head_dim
     sequences, seq = train.micro_batch_size, train.seq_len // cp
     rows = [
         ["queries, keys, values", f"[{qkv}, {hidden}]", f"[{tokens}, {qkv}]"],
         ["attention", "", f"[{sequences}, {seq}, {heads} and {kv_heads}, {head_dim}]"],
         ["its output", f"[{hidden}, {heads * head_dim}]", f"[{math.ceil(tokens / x)}, {hidden}]"],
-        ["gate and up", f"[{2 * ffn}, {hidden}]", f"[{tokens}, {2 * ffn}]"],
-        ["down", f"[{hidden}, {ffn}]", f"[{math.ceil(tokens / x)}, {hidden}]"],
+        *_network(shape, x, hidden, tokens),
         ["embedding, head", f"[{vocab}, {hidden}]", f"[{tokens}, {vocab}]"],
     ]
     return columns(["shapes on a rank", "weight", "result for a micro-batch"], rows, left=(0, 1, 2))
+
+
+def _network(shape: LlamaConfig, x: int, hidden: int, tokens: int) -> list[list[str]]:
+    """Returns the rows about feed-forward networks and experts. Of an expert's rows the mean is shown."""
+    own, rows, mixture = math.ceil(tokens / x), [], shape.mixture
+    networks = [("", shape.intermediate_size)] if shape.has_dense_layers else []
+    if mixture is not None and mixture.shared_width:
+        networks.append((" of the shared expert", mixture.shared_width))
+    for name, width in networks:
+        ffn = width // x
+        rows.append([f"gate and up{name}", f"[{2 * ffn}, {hidden}]", f"[{tokens}, {2 * ffn}]"])
+        rows.append([f"down{name}", f"[{hidden}, {ffn}]", f"[{own}, {hidden}]"])
+    if mixture is not None:
+        held, width = math.ceil(mixture.experts / x), mixture.width
+        routed = math.ceil(tokens * mixture.per_token / x)
+        rows.append(["router", f"[{mixture.experts}, {hidden}]", f"[{own}, {mixture.experts}]"])
+        rows.append(["experts' gate and up", f"[{held}, {2 * width}, {hidden}]", f"[{routed}, {2 * width}]"])
+        rows.append(["experts' down", f"[{held}, {hidden}, {width}]", f"[{own}, {hidden}]"])
+    return rows
 
 
 def _memory(run: ResolvedRun, found: Memory, cluster: Cluster | None) -> str:
@@ -164,9 +196,9 @@ def _memory(run: ResolvedRun, found: Memory, cluster: Cluster | None) -> str:
     device = "a GPU" if config.train.device == "cuda" else "a rank on CPUs"
     start = f" ({found.start / GB:.3g} while the model is made)" if found.start > found.step else ""
     uncounted = not run.meets_every_step and config.data_parallel.method != "co2"
-    without = f"; what {config.data_parallel.method} keeps besides is not counted" if uncounted else ""
+    without = f"; the states of {config.data_parallel.method} are not counted" if uncounted else ""
     if cluster is None:
-        judged = f"it wants {found.total / SAFE / GB:.3g} GB, {1 - SAFE:.0%} of it unused"
+        judged = f"plan for {found.total / SAFE / GB:.3g} GB, to leave {1 - SAFE:.0%} free"
     else:
         judged = (
             f"{verdict(found.total, cluster.memory_bytes)}, as that is "
@@ -188,18 +220,18 @@ def _pipeline(run: ResolvedRun) -> str:
         f"{run.micro_batches} micro-batches, {slices} slice(s)\n"
         f"          layers of the ranks: {stages}"
     )
-    # At least a forward and a backward of every stage; to make more than that takes long too.
+    # A lower bound of the actions, because making a larger schedule also takes long.
     if 2 * count * run.micro_batches * slices > MOST_ACTIONS:
         return found
     if sum(map(len, run.schedule.actions)) > MOST_ACTIONS:
         return found
     timeline = simulate(run.schedule, Costs())
     bubble = max(timeline.bubble(rank) for rank in range(run.mesh.pp)) / timeline.makespan
-    return f"{found}\n          {bubble:.1%} of a step is bubble where all stages take alike"
+    return f"{found}\n          {bubble:.1%} of a step is bubble if all stages take equally long"
 
 
 def _words(runs: Sequence[range]) -> str:
-    """Of layers, as 0-3 and 8-11; runs that follow each other are one."""
+    """Returns layer numbers as "0-3 and 8-11"; adjacent runs are joined."""
     numbers = sorted(itertools.chain(*runs))
     groups = itertools.groupby(enumerate(numbers), key=lambda each: each[1] - each[0])
     ends = [[number for _, number in group] for _, group in groups]

@@ -1,4 +1,4 @@
-"""What torchrun says of this process."""
+"""Reads this process's rank and the number of ranks from torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pyruntime.train.errors import ConfigError, refusing
 
 
 def started_rank() -> int:
-    """Rank of this process among those started; 0 without a launcher."""
+    """Returns this process's rank; 0 without a launcher."""
     value = os.environ.get("RANK", "0")
     return int(value) if value.isdigit() else 0
 
 
 def check_started() -> None:
-    """Raises ConfigError where a launcher has started several tasks that do not know of each other."""
+    """Raises ConfigError if a launcher started several tasks that do not know of each other."""
     from pyruntime.comm.launcher import check_launcher
 
     with refusing():
@@ -22,7 +22,7 @@ def check_started() -> None:
 
 
 def started_ranks() -> int:
-    """Number of ranks started; 1 without a launcher. Raises ConfigError where WORLD_SIZE is no number."""
+    """Returns how many ranks started, 1 without a launcher. Raises ConfigError for a wrong WORLD_SIZE."""
     value = os.environ.get("WORLD_SIZE", "1")
     if not value.isdigit() or int(value) < 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`python -m pyruntime generate`."""
+"""`python -m pyruntime generate`: continues a prompt with a trained checkpoint."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from pyruntime.llama import Llama
 
 DESCRIPTION = """Continues a prompt with a Hugging Face Llama checkpoint, such as the model folder of a run.
-Below torchrun the model is cut over all ranks; the text is the same on each and printed by rank 0."""
+Under torchrun the model is cut over all ranks; all draw the same text, and rank 0 prints it."""
 
 
 EMPTY = (
-    "pyruntime: the model has added nothing to the prompt: what it drew first ends a document or is no text. "
-    "Try another --seed, a higher --temperature, or a prompt that stops in the midst of a sentence."
+    "pyruntime: the model added nothing to the prompt: its first token ends a document or is no text. "
+    "Try another --seed, a higher --temperature, or a prompt that stops in the middle of a sentence."
 )
 
 
@@ -38,17 +38,17 @@ class GenerateOptions:
     prompt: str = ""
     """Text to continue; empty: the start of a document."""
     tokens: int = 200
-    """Most tokens to generate; the end of a document ends it earlier."""
+    """Most tokens to generate; it stops earlier at the end of a document."""
     temperature: float = 0.8
-    """Divides the logits, without unit; 0 takes the likeliest token."""
+    """Divisor of the logits, without unit; 0 takes the likeliest token."""
     top_k: int | None = None
-    """Draw from this many of the likeliest tokens only; None: all."""
+    """Draw only from this many of the likeliest tokens; None: all."""
     top_p: float | None = None
     """Draw from the fewest tokens whose probabilities reach this sum, 0 to 1; None: all."""
     seed: int = 0
     """Seed of the draws: the same seed, checkpoint and number of ranks give the same text."""
     device: DeviceName = "auto"
-    """Where the ranks compute."""
+    """Device that the ranks compute on."""
     threads: int = 0
     """CPU threads per rank; 0: what torchrun or OMP_NUM_THREADS set, else the cores divided by the ranks."""
     deadline_s: float = 120.0
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
 
 
 def _show(piece: str, *, alone: bool) -> bool:
-    """Prints a piece; False where nobody reads any more, but the other ranks still need this one."""
+    """Prints text. Returns False if nobody reads it any more but other ranks still need this one."""
     try:
         print(piece, end="", flush=True)
     except BrokenPipeError:
@@ -94,7 +94,7 @@ def _show(piece: str, *, alone: bool) -> bool:
 
 
 def check(options: GenerateOptions) -> None:
-    """Raises ConfigError for options that make no sense on their own."""
+    """Raises ConfigError for options that are wrong by themselves."""
     if not os.path.isdir(options.checkpoint):
         raise ConfigError(f"--checkpoint {options.checkpoint}: there is no such folder.")
     check_at_least(options, 1, "tokens")
@@ -104,12 +104,11 @@ def check(options: GenerateOptions) -> None:
 
 
 def load(folder: Path, group, device: torch.device | str = "cpu") -> tuple[Llama, Tokenizer]:
-    """Model and tokenizer of a checkpoint. Raises ConfigError where it is damaged or does not fit the
-    ranks."""
+    """Loads a checkpoint's model and tokenizer. Raises ConfigError if damaged or unfit for the ranks."""
     from pyruntime.llama import load_hf
 
     with refusing(f"--checkpoint {folder}: ", (ValueError, OSError)):
-        # Measured tiers could give another text next time.
+        # Fixed: measured tiers could differ next time, and with them the text.
         model = load_hf(folder, group, tier="chunked", device=device)
     return model, load_beside(folder, model.config.vocab_size)
 
@@ -126,8 +125,7 @@ def _prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
 def continue_text(
     model: Llama, tokenizer: Tokenizer, ids: torch.Tensor, options: GenerateOptions
 ) -> Iterator[str]:
-    """The text behind the prompt, piece by piece as it is drawn. Raises ConfigError for impossible
-    sampling."""
+    """Yields the text after the prompt as it is drawn. Raises ConfigError for impossible sampling."""
     from pyruntime.llama import generate_steps
 
     with refusing():
@@ -147,13 +145,13 @@ def continue_text(
 
 
 def _named(steps: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tokens; a model that gives none is refused."""
+    """Yields the tokens; turns errors of the model into a ConfigError."""
     with refusing():
         yield from steps
 
 
 def _decoded(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """What each token adds to the text; a character that is not complete yet waits for the next token."""
+    """Yields the text that each token adds; an incomplete character waits for the next token."""
     seen: list[int] = []
     shown = 0
     for token in tokens:

@@ -1,9 +1,9 @@
-"""Chooses the command and turns every ending into a sentence and an exit code.
+"""Runs the chosen command and ends with one sentence and an exit code.
 
 0     done
 1     a run failed: not finite, a lost peer, or a defect of this program (with its traceback)
-2     the request makes no sense: one sentence says which part of it
-130   ended by SIGINT (Ctrl-C); 143 by SIGTERM; 141 because nobody read the output any more, without a word
+2     the request is wrong: one sentence names the part
+130   ended by SIGINT (Ctrl-C); 143 by SIGTERM; 141, silently, if nobody reads the output any more
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from pyruntime.train.signals import Stopped, StopRequest
 USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
 
   train      train a Llama on text; torchrun --nproc-per-node N -m pyruntime train for N ranks
-  tokenize   make text into a folder of tokens, in parallel, for runs to read
+  tokenize   turn text into a folder of tokens, in parallel, for runs to read
   generate   continue a prompt with a trained checkpoint
-  convert    turn a checkpoint into a Hugging Face model, or one of those into a checkpoint
+  convert    turn a checkpoint into a Hugging Face model, or the reverse
   report     write one HTML page about a run: what was hidden behind what, and a timeline
-  doctor     show what was built, what hardware there is, and which tier each operation takes
-  mesh       show which ranks of a training talk to each other, over what, and how much
+  doctor     show what was built, the hardware, and which tier each operation takes
+  mesh       show which ranks of a run exchange data, over which transport, and how many bytes
   schedule   show, check and simulate a pipeline schedule
   profile    time a stage of a model and find the best slices of a sequence for a pipeline
   plan       find the fastest mesh that fits a model into a cluster, before a GPU is rented
-  tune       measure which tier is the fastest for a model's linears on this machine, and keep it
-  members    join replicas that come and go into one run, apart from all of them
+  tune       measure which tier is fastest for a model's linears on this machine, and store it
+  members    run the service that joins replicas which come and go into one run
 
-python -m pyruntime COMMAND --help documents every option, --version tells the version; where it is installed,
-the command `pyruntime` is the same."""
+python -m pyruntime COMMAND --help documents every option; --version prints the version. An installation has
+the command `pyruntime`, which is the same."""
 
 COMMANDS = (
     "train",
@@ -57,8 +57,7 @@ COMMANDS = (
     "members",
 )
 LAUNCHER_ENDS_US_S = 5.0
-"""A rank that has nothing to print waits at most this long for the launcher to end it, so that rank 0's
-sentence comes first."""
+"""Longest wait of other ranks for the launcher to end them, so that only rank 0 prints the sentence."""
 
 
 def main(argv: list[str]) -> int:
@@ -79,8 +78,8 @@ def _run(argv: list[str]) -> int:
 
 
 def _end_now(stopped: Stopped) -> None:
-    """Called by another thread than the one that works, which does not answer: the process ends here. Another
-    rank's failure is why it ends, where there is one."""
+    """Ends the process from another thread, since the working thread does not answer. If another rank has
+    failed, that failure is the reason given."""
     from pyruntime.comm import post_failure
 
     failure = _failure_of_another()
@@ -95,20 +94,20 @@ def _end_now(stopped: Stopped) -> None:
 
 
 def _failure_of_another() -> Exception | None:
-    """The failure because of which a launcher stops all: one that a rank has reported, or that a rank has
-    ended. None where it stops them for another reason."""
+    """Returns the failure because of which a launcher stops all ranks: one that a rank reported, or that a
+    rank ended. None if it stops them for another reason."""
     from pyruntime.comm.exchange import raise_for_ended
     from pyruntime.comm.groups import job_rank_name
 
     try:
         raise_for_ended(f"{job_rank_name(started_rank())} was asked to stop")
     except Exception as found:
-        return None if "reports: Stopped by " in str(found) else found  # as a rule all are sent the signal
+        return None if "reports: Stopped by " in str(found) else found  # the signal usually goes to all
     return None
 
 
 def _last_words(ending: BaseException, stop: StopRequest) -> int:
-    """Says why the program ends and returns the exit code; what is no ending of ours is raised again."""
+    """Prints why the program ends and returns the exit code; raises exceptions that are not ours again."""
     match ending:
         case HelpShown():
             return 0
@@ -152,7 +151,7 @@ def _dispatch(argv: list[str], stop: StopRequest) -> int:
 
 
 def _drop_unread_output() -> None:
-    """Without this, Python complains at its end about what it could not write to a closed pipe."""
+    """Discards output that a closed pipe cannot take, about which Python would complain at exit."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -162,23 +161,23 @@ def _drop_unread_output() -> None:
 
 
 def _say_on_one_rank(sentence: str, stop: StopRequest) -> None:
-    """What all ranks end with, as a rule: rank 0 says it, and every other rank that the launcher does not end
-    soon after."""
+    """Prints the sentence that usually ends all ranks: on rank 0, and on any other rank that the launcher
+    does not end soon after."""
     _say_once(sentence)
     _leave_to_torchrun(sentence)
     if rank := started_rank():
         stop.wait(LAUNCHER_ENDS_US_S)
-        if not stop.signum:  # rank 0 has not said it
+        if not stop.signum:  # so rank 0 has not failed with it
             _say(f"pyruntime: rank {rank}: {sentence}")
 
 
 def _leave_to_torchrun(sentence: str) -> None:
-    """torchrun ends its traceback with what stands in this file, where a rank has left it."""
+    """Writes the file from which torchrun takes the last line of its traceback."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     more = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
-    with contextlib.suppress(OSError):  # it has been said already
+    with contextlib.suppress(OSError):  # the sentence is on stderr already
         Path(path).write_text(json.dumps({"message": {"message": sentence, "extraInfo": more}}))
 
 
@@ -188,13 +187,13 @@ def _say_once(sentence: str) -> None:
 
 
 def _say(text: str) -> None:
-    """In one write, newline and all, so that the lines of several ranks do not run into each other."""
+    """Prints text and newline in one write, so that lines of several ranks do not mix."""
     print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
 def _explain(error: Exception, where: str) -> None:
-    """A failure the program foresaw is a sentence, and `where` it ended, with what was saved; anything else
-    is a defect and shows where it happened."""
+    """Prints a CommError as a sentence with `where` the run ended and what was saved. Anything else is a
+    defect and is printed with its traceback."""
     from pyruntime import CommError
 
     sentence = f"rank {started_rank()}: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""`python -m pyruntime members`: the service that replicas which come and go are joined by."""
+"""`python -m pyruntime members`: the service that joins replicas which come and go into one run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from pyruntime.train.errors import ConfigError
 from pyruntime.train.signals import Stopped
 from pyruntime.train.validate import check_seconds
 
-DESCRIPTION = """Joins replicas that come and go into one run (docs/how-to/failures.md): says who is a member
-of a round, when it counts, and whose sequences it takes. Start it once, apart from all replicas, and them
-with
---data_parallel.members HOST:PORT. It ends with the run. Whoever reaches the port can take part: keep it
-inside a network that you trust."""
+DESCRIPTION = """Joins replicas that come and go into one run (docs/how-to/failures.md). It decides who is a
+member of a round, when the round counts, and which sequences each replica takes. Start it once, outside of
+all replicas, and each replica with --data_parallel.members HOST:PORT. It ends with the run. Whoever reaches
+the port can take part: keep it inside a network that you trust."""
 
 WHAT_FOLLOWS = (
-    "before the run was over; its replicas end too. Start it again, and them from their checkpoints."
+    "before the run was over; its replicas end too. Start it again, and the replicas from their checkpoints."
 )
-"""Of a service that is interrupted."""
+"""The end of the sentence that an interrupted service prints."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +32,15 @@ class MembersOptions:
     quorum: int = 0
     """Replicas that a round needs to count; 0: more than half of `replicas`."""
     deadline_s: float = 60.0
-    """Seconds that replicas which have ended a round wait for the next one to do so, where they are a quorum;
-    past it they go on without. Above what replicas differ by in the seconds of a round. A replica of which
-    nothing was heard for as long, and at least 3, is put out at any time."""
+    """Seconds that a quorum which has ended a round waits for the next replica to end it; then it goes on
+    without. Choose more than replicas differ by in a round. A replica that is silent for as long, and for at
+    least 3 s, is removed at any time."""
     port: int = DEFAULT_PORT
-    """TCP port to listen on; 0: any that is free, which the first line names."""
+    """TCP port to listen on; 0: any free one, which the first line names."""
     host: str = ""
-    """Address to listen on; empty: every one of this host."""
+    """Address to listen on; empty: all of this host."""
     record: str = ""
-    """File that gets a line of JSON for every round, and for every replica that comes or goes; empty:
-    none."""
+    """File that gets a line of JSON for every round and for every replica that comes or goes; empty: none."""
 
 
 def main(argv: list[str]) -> None:
@@ -50,9 +48,9 @@ def main(argv: list[str]) -> None:
     check_at_least(options, 1, "replicas")
     check_at_least(options, 0, "quorum", "port")
     if options.port > LARGEST_PORT:
-        raise ConfigError(f"--port={options.port} is no TCP port; name one up to {LARGEST_PORT}.")
+        raise ConfigError(f"--port={options.port} is not a TCP port; use one up to {LARGEST_PORT}.")
     if options.host and not is_host(options.host):
-        raise ConfigError(f"--host={options.host} is no name of a host, and no number of one; correct it.")
+        raise ConfigError(f"--host={options.host} is neither a host name nor an address; correct it.")
     check_seconds("--deadline_s", options.deadline_s)
     quorum = options.quorum or options.replicas // 2 + 1
     if quorum > options.replicas:
@@ -69,7 +67,7 @@ def main(argv: list[str]) -> None:
             what = f"--record {error.filename}"
         elif options.host and error.errno not in (errno.EADDRINUSE, errno.EACCES):
             what = f"--host={options.host}"
-        raise ConfigError(f"{what} cannot be had: {error.strerror}; name another one.") from error
+        raise ConfigError(f"{what} cannot be used: {error.strerror}; name another one.") from error
     try:
         say(f"members of a run of {options.replicas} replicas, quorum {quorum}, on port {service.port}")
         service.run()

@@ -1,4 +1,4 @@
-"""`python -m pyruntime mesh`: which ranks of a training talk to each other, over what, and how much."""
+"""`python -m pyruntime mesh`: which ranks of a run exchange data, over what transport, how many bytes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.planned import planned
 from pyruntime.train.resolved import check
 
-DESCRIPTION = """Shows who talks to whom over what in a training: the groups of ranks of every axis, the
-transport between them, and the bytes that a rank receives in a step, by the planner's formulas. Takes the
-options of train (--config FILE.toml or a preset, --section.key value), and --ranks N and --ranks_per_host N:
-by default the product of the axes, all on one host. Nothing is started."""
+DESCRIPTION = """Shows which ranks of a run exchange data: the groups of every axis, the transport between
+them, and the bytes that a rank receives in a step by the planner's formulas. Takes the options of train
+(--config FILE.toml or a preset, --section.key value), and --ranks N and --ranks_per_host N; the default is
+the product of the axes, all on one host. Nothing is started."""
 SHOWN = 4
-"""Groups of an axis that are written out."""
+"""Groups of an axis that are written out at most."""
 BYTES = {"bf16": 2, "fp32": 4}
 
 
@@ -46,14 +46,14 @@ def _number(argv: list[str], name: str) -> tuple[int | None, list[str]]:
 
 
 def report(config: RunConfig, ranks: int, per_host: int) -> str:
-    """The table. Raises ConfigError where the run would be refused, or hosts would hold unequally many."""
+    """Returns the table. Raises ConfigError if the run would be refused or hosts had unequal ranks."""
     run = check(config, ranks)
     chosen = config.data_parallel
     if not run.meets_every_step or chosen.compression != "none":
         raise ConfigError(
             f"data_parallel.method={chosen.method}, data_parallel.compression={chosen.compression}: mesh "
-            "counts the bytes of whole gradients in every step; leave both out, or read outer_bytes and "
-            "dp_bytes in the metrics of a run."
+            "counts the bytes of uncompressed gradients in every step; leave both options out, or read "
+            "outer_bytes and dp_bytes in the metrics of a run."
         )
     for key, wire in (
         ("data_parallel.weight_wire", chosen.weight_wire),
@@ -63,8 +63,8 @@ def report(config: RunConfig, ranks: int, per_host: int) -> str:
     ):
         if wire != "same":
             raise ConfigError(
-                f"{key}={wire}: mesh counts the bytes of what is not rounded; leave it out, or read them in "
-                "the metrics of a run."
+                f"{key}={wire}: mesh counts only bytes that are not rounded; leave the option out, or read "
+                "them in the metrics of a run."
             )
     if ranks % per_host:
         raise ConfigError(f"--ranks_per_host={per_host} does not divide {ranks} ranks; use a divisor.")
@@ -125,7 +125,7 @@ def _short(ranks: Sequence[int]) -> list[object]:
 
 
 def _transport(groups: torch.Tensor, per_host: int, axis: str, on_device: bool) -> str:
-    """As `pyruntime.comm.configure` chooses it where nothing else is asked for; cp and pp talk in pairs."""
+    """Returns the transport that `pyruntime.comm.configure` chooses by default; cp and pp use pairs."""
     hosts = [set((group // per_host).tolist()) for group in groups]
     inside = "copy engines" if on_device else "shared memory"
     between = "nccl" if on_device else "gloo"

@@ -1,4 +1,4 @@
-"""`python -m pyruntime plan`: which mesh fits, which is fastest, and what stays exposed."""
+"""`python -m pyruntime plan`: which mesh fits, which is fastest, and how much communication stays exposed."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ from pyruntime.text import columns
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.planned import rules_of
 
-DESCRIPTION = """Searches all legal meshes of a cluster's GPUs for a model, leaves out those that do not fit
-into 80 percent of the memory, predicts a step of the others, and shows the fastest that the trainer runs,
-with what stays exposed; then faster ones that it does not run yet, and why. Memory is what the trainer keeps.
-Nothing is started and no GPU is needed. A star marks meshes that no other beats in both time and memory."""
+DESCRIPTION = """Searches all legal meshes of a cluster's GPUs for a model. It drops those that would need
+more than 80 percent of a GPU's memory in the trainer, predicts a step of the others, and shows the fastest
+that the trainer runs, with their exposed communication. Below stand faster meshes that the trainer does not
+run yet, and why. No GPU is needed and nothing is started. A star marks meshes that no other beats in both
+time and memory."""
 
 OTHERS = 3
-"""Lines at most of what is faster and does not run."""
+"""Most lines for faster meshes that the trainer does not run."""
 SUFFIXES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
     model: str = "llama3-8b"
-    """Name of a known model, however spelled (llama-3-70b, gpt-145.6b)."""
+    """Name of a known model, in any spelling (llama-3-70b, gpt-145.6b)."""
     gpus: int = 8
-    """Number of GPUs; whole nodes."""
+    """Number of GPUs, in whole nodes."""
     cluster: str = "dgx-h100"
     """Name of a known cluster, or a TOML file that describes one."""
     tokens_per_step: str = "4M"
@@ -48,40 +49,40 @@ class PlanOptions:
     tokens: float = 1e12
     """Tokens of the whole training, for its cost in GPU hours."""
     overlap: Overlap = "fused"
-    """What hides transfers."""
+    """How transfers are hidden."""
     rounding: Rounding = "nearest"
-    """Of bf16 weights; stochastic is 4 bytes a parameter less."""
+    """Rounding of bf16 weights; stochastic saves 4 bytes a parameter."""
     optimizer: OptimizerName = "adamw"
-    """Of the layers' matrices; muon has one moment, and the operations that make it orthogonal."""
+    """Optimizer of the layers' matrices; muon stores one moment and spends operations to orthogonalize it."""
     top: int = 10
-    """Meshes that are shown."""
+    """Meshes to show."""
     variants: bool = False
-    """Whether meshes of the same sizes are shown more than once, with other schedules or ZeRO stages."""
+    """Whether to show meshes of the same sizes again with other schedules or ZeRO stages."""
     risky: bool = False
-    """Whether meshes between 80 and 100 percent of the memory are shown."""
+    """Whether to show meshes that need 80 to 100 percent of the memory."""
     only_runnable: bool = False
-    """Whether faster meshes that the trainer cannot run yet are left out below those that it runs."""
+    """Whether to leave out faster meshes that the trainer cannot run yet."""
     axonn: bool = True
-    """Whether AxoNN's 4D meshes are searched."""
+    """Whether to search AxoNN's 4D meshes."""
     co2: bool = True
-    """Whether CO2 is searched, which averages parameters once in tau steps."""
+    """Whether to search CO2, which averages parameters once in tau steps."""
     recompute: bool = True
-    """Whether activation checkpointing is searched."""
+    """Whether to search activation checkpointing."""
     explain: int = 0
-    """Number of the mesh in the table that is taken apart; 0: none."""
+    """Line of the table whose mesh is explained part by part; 0: none."""
     json: str = ""
     """File to write the shown meshes and the Pareto front to; empty: none."""
     plot: str = ""
     """PNG file to draw all meshes into, time against memory; empty: none."""
     config: str = ""
-    """TOML file to write for the trainer, of the mesh of --explain or the first that it runs; empty: none."""
+    """TOML file to write for the trainer, with the mesh of --explain or else the first; empty: none."""
     join: str = ""
-    """A second cluster, with as many GPUs: a pipeline runs across both, layers by their speed. Empty:
-    none."""
+    """Second cluster: each gives half of --gpus, and a pipeline runs across both, with layers divided by
+    their speed. Empty: none."""
     join_bandwidth: float = 1.25e9
     """Bytes/s from one rank to a rank of the other cluster."""
     measure: str = ""
-    """TOML file to describe this machine in, in place of a search; under torchrun with its links."""
+    """TOML file for measurements of this machine (under torchrun also links); replaces the search."""
 
 
 def main(argv: list[str]) -> None:
@@ -114,7 +115,7 @@ def main(argv: list[str]) -> None:
     print()
     print(findings.table(result, shown, asked.refusal, options.tokens))
     print("\n" + findings.verdict(result, shown, asked.refusal))
-    print(f"\nGPU hours are for {options.tokens:.3g} tokens. --explain N takes a line apart.")
+    print(f"\nGPU hours are for {options.tokens:.3g} tokens. --explain N explains line N.")
     if options.explain > len(shown):
         raise ConfigError(
             f"--explain {options.explain}: the table has {len(shown)} lines; use 1 to {len(shown)}."
@@ -132,13 +133,13 @@ def job_of(options: PlanOptions) -> Job:
     rounding, optimizer = options.rounding, options.optimizer
     if optimizer == "muon" and rounding != "nearest":
         raise ValueError(
-            f"--rounding {rounding} is AdamW's, which --optimizer muon does not do; leave it out."
+            f"--rounding {rounding} works only with --optimizer adamw, found muon; leave --rounding out."
         )
     return Job(model, cluster, options.gpus, batch, options.seq, rounding=rounding, optimizer=optimizer)
 
 
 def parse_tokens(text: str) -> int:
-    """4M as 4 * 2^20. Raises ValueError for what is no number above 0 with K, M or G."""
+    """Reads 4M as 4 * 2^20. Raises ValueError unless it is a whole number above 0 (K, M, G allowed)."""
     plain = text.strip().lower()
     digits = plain.rstrip("kmg")
     suffix = plain[len(digits) :]
@@ -154,7 +155,7 @@ def parse_tokens(text: str) -> int:
 
 
 def _shown(options: PlanOptions, result: Result, asked: Asked) -> list[Candidate]:
-    """What the trainer runs, fastest first; then what it does not run, if that is faster."""
+    """Returns the meshes that the trainer runs, fastest first, then faster ones that it does not run."""
 
     def runs(candidate: Candidate) -> bool:
         return asked.refusal(candidate.mesh) is None
@@ -200,7 +201,7 @@ def _config(options: PlanOptions, result: Result, shown: list[Candidate], asked:
     head = (
         f"{chosen.mesh.text()}: predicted {chosen.total:.3f} s a step and "
         f"{chosen.memory.total / findings.GB:.1f} GB a rank on {job.gpus} x {job.cluster.gpu}.\n"
-        f"python -m pyruntime train --config THIS --dry-run {job.gpus} checks it without starting anything."
+        f"python -m pyruntime train --config THIS --dry_run {job.gpus} checks it without starting anything."
     )
     return toml(job, chosen.mesh, head, options.cluster)
 
@@ -211,7 +212,7 @@ def _save(path: str, text: str) -> None:
 
 
 def _join(options: PlanOptions) -> None:
-    """Prints the fastest meshes over both clusters, and writes the first for the trainer where asked to."""
+    """Prints the fastest meshes over both clusters; with --config writes the first for the trainer."""
     if not options.join_bandwidth > 0:
         raise ConfigError(f"--join_bandwidth must be above 0, found {options.join_bandwidth}.")
     with refusing():

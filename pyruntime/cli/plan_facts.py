@@ -1,9 +1,9 @@
-"""What the planner, which knows of no code but its own, is told of this project: the models, and whether the
-trainer would run a mesh. What a configuration is to the planner: `pyruntime.train.planned`.
+"""Tells the planner, which knows no code but its own, the known models and whether the trainer runs a mesh.
 
-The trainer is asked; nothing here knows what it can do. What it has no key for is given to it under the key
-that it would have, and its refusal is the answer, of a run on GPUs where the cluster has some. Asking imports
-the trainer and with it torch.
+The trainer itself is asked: nothing here knows what it can do. A mesh becomes a configuration, with the keys
+that the trainer has or would have, and a refusal of that configuration is the answer. On a cluster of GPUs
+the run is one on GPUs. Asking imports the trainer and with it torch. The way back, from a configuration to
+the planner, is `pyruntime.train.planned`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ MODELS: dict[str, ModelShape] = {
 
 
 def find_model(name: str) -> ModelShape:
-    """The known model of that name; see `pyruntime.plan.models.find_model`. Raises ValueError."""
+    """Returns the known model of that name; see `pyruntime.plan.models.find_model`. Raises ValueError."""
     return models.find_model(name, MODELS)
 
 
 def settings(job: Job, mesh: Mesh) -> dict[str, dict[str, Any]]:
-    """Sections and keys of a configuration that trains `job` on `mesh`, as in a TOML file."""
+    """Returns the sections and keys of a configuration that trains `job` on `mesh`, as in a TOML file."""
     tp = {"x": mesh.x, "y": mesh.y, "z": mesh.z} if mesh.is_axonn else mesh.tp
     parallel: dict[str, Any] = {"tp": tp, "pp": mesh.pp, "cp": mesh.cp, "dp": mesh.dp}
     if mesh.dp * mesh.cp > 1 and not mesh.tau and not mesh.is_axonn:
@@ -91,14 +91,23 @@ def _model(job: Job) -> dict[str, Any]:
         "vocab_size": model.vocab,
         "tie_word_embeddings": model.tied,
     }
+    if model.head_norms:
+        sizes["qk_norm"] = True
+    if model.experts:
+        sizes |= {
+            "experts": model.experts,
+            "experts_per_token": model.per_token,
+            "expert_size": model.expert_ffn,
+            "shared_expert_size": model.shared_ffn,
+            "dense_layers": model.dense_layers,
+        }
     if model.biased or not model.gated:
         sizes["architecture"] = "gpt"
     return sizes
 
 
 def toml(job: Job, mesh: Mesh, head: str = "", cluster: str = "") -> str:
-    """A file that `train --config` takes; `head` is a comment at its beginning, `cluster` its
-    output.cluster."""
+    """Returns a file for `train --config`; `head` is its first comment, `cluster` its output.cluster."""
     lines = [f"# {line}" for line in head.splitlines()]
     sections = settings(job, mesh) | ({"output": {"cluster": cluster}} if cluster else {})
     for name, section in sections.items():
@@ -108,15 +117,15 @@ def toml(job: Job, mesh: Mesh, head: str = "", cluster: str = "") -> str:
 
 
 class Asked:
-    """Asks the trainer, once for what many meshes share."""
+    """Asks the trainer which meshes it runs, and stores the answers."""
 
     def __init__(self, job: Job):
         self.job = job
         self._answers: dict[Mesh, str | None] = {}
 
     def refusal(self, mesh: Mesh) -> str | None:
-        """Why the trainer would not run `mesh`, in its own sentence; None where it would."""
-        # Schedules of many micro-batches take long to make; how many inner steps CO2 takes is no matter here.
+        """Returns the trainer's sentence why it would not run `mesh`; None if it would."""
+        # Schedules of many micro-batches take long to make; CO2's number of inner steps changes no answer.
         key = dataclasses.replace(mesh, tau=min(mesh.tau, 1))
         if key not in self._answers:
             try:
@@ -128,14 +137,9 @@ class Asked:
 
 
 def checked(job: Job, mesh: Mesh) -> ResolvedRun:
-    """The run that trains `job` on `mesh`. Raises ConfigError, as the run would."""
+    """Returns the run that trains `job` on `mesh`. Raises ConfigError, as the run would."""
     from pyruntime.train import config_file
-    from pyruntime.train.config import Parallel, RunConfig
     from pyruntime.train.resolved import check
-    from pyruntime.train.validate.gpus import check_between_hosts
 
-    if job.cluster.is_of_gpus and job.gpus > job.cluster.gpus_per_node:
-        # First, as it is what most meshes of many hosts are refused for, and takes no time.
-        check_between_hosts(RunConfig(parallel=Parallel(cp=mesh.cp, pp=mesh.pp)))
     config = config_file.from_dict(settings(job, mesh), "the trainer")
     return check(config, job.gpus)

@@ -1,6 +1,6 @@
-"""`python -m pyruntime plan --measure FILE`: this machine as a cluster file.
+"""`python -m pyruntime plan --measure FILE`: measures this machine and writes it as a cluster file.
 
-Alone it times GEMMs, attention and memory; under torchrun (or netlab) the links between the ranks too.
+One process times GEMMs, attention and memory; under torchrun (or bench/netlab) also the links between ranks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from pyruntime.train.errors import ConfigError
 from pyruntime.train.watching.peak import ROUNDS, gemm_flops, median_seconds
 
 SIZES = tuple(2**power for power in range(14, 25, 2))
-"""Bytes of an all-gather, over all ranks."""
+"""Bytes of each timed all-gather, over all ranks."""
 GEMMS_OVER_WAIT = 2.5
-"""Seconds of the GEMMs that an all-gather travels under, over those it takes alone."""
+"""Seconds of the GEMMs that hide an all-gather, divided by the seconds of the all-gather alone."""
 ATTEMPTS = 3
-"""To tell what a transfer takes, by itself and from GEMMs, from noise."""
+"""Attempts to separate the cost of a transfer, alone or beside GEMMs, from noise."""
 
 
 def main(path: str) -> None:
@@ -52,7 +52,7 @@ def main(path: str) -> None:
         share = _core_share(flops)
     finally:
         if ranks > 1:
-            dist.destroy_process_group()  # its threads may still free tensors, for which they need Python
+            dist.destroy_process_group()  # while Python lives: its threads may still free tensors
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local
     if started_rank():
         return
@@ -67,7 +67,7 @@ def main(path: str) -> None:
         ranks_per_host=local,
         inside=fitted if hosts == 1 else None,
         between=fitted if hosts > 1 else None,
-        core_bandwidth=received or copied / 2,  # what is received is read and written
+        core_bandwidth=received or copied / 2,  # each received byte is read and written
         core_share=share,
     )
     with writing(f"--measure {path}:"):
@@ -75,33 +75,32 @@ def main(path: str) -> None:
     print(f"GEMMs      {flops / 1e9:,.1f} GFLOP/s in bf16\nattention  {attention / 1e9:,.1f} GFLOP/s")
     print(f"memory     {copied / 1e9:,.1f} GB/s of reading and writing")
     if fitted is None:
-        print("links      not measured: start it with torchrun, on as many ranks as you have")
+        print("links      not measured: start it with torchrun on as many ranks as you have")
     else:
         print(
             f"links      {fitted.alpha * 1e6:,.0f} us a step and {fitted.bandwidth / 1e9:,.2f} GB/s a rank, "
-            f"fitted to {len(SIZES)} sizes with an error of {fitted.error:.0%}; GEMMs wait a second for "
-            f"{received / 1e9:,.2f} GB that travel under them"
+            f"fitted to {len(SIZES)} sizes with an error of {fitted.error:.0%}; GEMMs lose a second "
+            f"for every {received / 1e9:,.2f} GB sent beside them"
         )
     print(f"{path} is a cluster for --cluster.")
 
 
 def _gemms(together: Callable[[], object]) -> float:
-    """Operations/s of bf16 GEMMs."""
     return gemm_flops(1024, torch.bfloat16, together)
 
 
 def _core_share(flops: float) -> float:
-    """`flops` of all ranks at the same time, over those of rank 0 while the others wait, which costs next to
-    nothing. At most 1."""
+    """Returns `flops`, measured on all ranks at once, divided by rank 0's while the others wait (waiting
+    costs next to nothing). At most 1."""
     if not dist.is_initialized():
         return 1.0
     alone = torch.tensor(_gemms(lambda: None) if dist.get_rank() == 0 else 0.0)
-    dist.broadcast(alone, 0)  # the others wait in it
+    dist.broadcast(alone, 0)  # the others wait here
     return min(1.0, flops / float(alone))
 
 
 def _attention(together: Callable[[], object]) -> float:
-    """Operations/s of the model's causal attention, forward and backward as the planner counts them."""
+    """Returns operations/s of the model's causal attention, both passes, as the planner counts them."""
 
     heads, seq, width = 8, 512, 64
     q, k, v = (torch.randn(1, heads, seq, width).bfloat16().requires_grad_() for _ in range(3))
@@ -116,8 +115,8 @@ def _copies(together: Callable[[], object]) -> float:
 
 
 def _links(ranks: int) -> tuple[AlphaBeta, float, Callable[[], object]]:
-    """What pyruntime's all-gather over all ranks takes; the bytes received for each second that GEMMs beside
-    it take longer; and a barrier."""
+    """Returns the fitted time of an all-gather over all ranks, the bytes received per second that it delays
+    GEMMs beside it, and a barrier."""
     group = dist.group.WORLD
     shards = [torch.ones(size // ranks // 4, 1) for size in SIZES]
 
@@ -132,8 +131,8 @@ def _links(ranks: int) -> tuple[AlphaBeta, float, Callable[[], object]]:
 
 
 def link_of(measure: Callable[[], list[float]], ranks: int) -> tuple[AlphaBeta, list[float]]:
-    """alpha and beta, and the medians they follow from, of as many rounds as it takes until seconds rise with
-    the size. Raises ConfigError if they do not."""
+    """Returns alpha and beta, and the medians they are fitted to. Measures again, at most ATTEMPTS times,
+    until seconds rise with the size. Raises ConfigError if they never do."""
     rounds: list[list[float]] = []
     for _ in range(ATTEMPTS):
         rounds.append(measure())
@@ -148,8 +147,8 @@ def link_of(measure: Callable[[], list[float]], ranks: int) -> tuple[AlphaBeta, 
 
 
 def _own_seconds(group: dist.ProcessGroup, shard: torch.Tensor, wait: float) -> float:
-    """Seconds that an all-gather of `shard` takes from a rank that multiplies meanwhile: how much longer
-    GEMMs of several times its `wait` seconds take with one under way."""
+    """Returns the seconds by which an all-gather of `shard` delays a rank's GEMMs that run beside it. The
+    GEMMs take GEMMS_OVER_WAIT times `wait`, the seconds of the all-gather alone."""
     x, w = (torch.randn(512, 512).bfloat16() for _ in range(2))
 
     def multiply(times: int) -> None:

@@ -1,4 +1,4 @@
-"""`python -m pyruntime profile`: how a sequence is best cut into slices for a pipeline."""
+"""`python -m pyruntime profile`: finds the fastest slices of a sequence for a pipeline."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from pyruntime.plan.terapipe import best_slicing, best_uniform_slicing, uniform_
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.model_of_run import DTYPES
 
-DESCRIPTION = """Times a stage of a Llama (forward and backward) on this machine over lengths of slices and
-what came before them, fits TeraPipe's model of the costs, and finds the slicing of a sequence that is fastest
-through a pipeline, by its dynamic program."""
+DESCRIPTION = """Times a stage of a Llama, forward and backward, on this machine for several slice lengths and
+numbers of earlier tokens. Fits TeraPipe's cost model and finds, by TeraPipe's dynamic program, the slices
+with which a sequence passes a pipeline fastest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,17 +33,17 @@ class ProfileOptions:
     seq_len: int = 1024
     """Tokens of a sequence."""
     step: int = 64
-    """Slices are multiples of so many tokens; divides seq_len."""
+    """Tokens that slice lengths are multiples of; divides seq_len."""
     stages: int = 4
-    """Ranks of the pipeline that the slicing is for."""
+    """Ranks of the pipeline."""
     dtype: Dtype = "bf16"
     """Type of weights and activations."""
     threads: int = 1
     """CPU threads."""
     vocab_size: int = 0
-    """Tokens of the vocabulary, which the head's time is proportional to; 0: the preset's."""
+    """Tokens of the vocabulary; the head's time is proportional to it. 0: the preset's."""
     json: str = ""
-    """File to write the costs and the slicing to, for train --pipeline.costs; empty: none."""
+    """File to write costs and slices to, for train --pipeline.costs; empty: none."""
 
 
 def main(argv: list[str]) -> None:
@@ -51,14 +51,18 @@ def main(argv: list[str]) -> None:
     check_at_least(options, 1, "layers", "seq_len", "step", "stages", "threads")
     if options.seq_len % options.step or options.seq_len // options.step < 4:
         raise ConfigError(
-            f"--step={options.step} must divide --seq-len={options.seq_len} into at least 4 parts."
+            f"--step={options.step} must divide --seq_len={options.seq_len} into at least 4 parts."
         )
     if options.json and not Path(options.json).absolute().parent.is_dir():  # before minutes of measuring
-        raise ConfigError(f"--json: {options.json} lies in no folder that is there; make it first.")
+        raise ConfigError(f"--json: {options.json} is in a folder that does not exist; make it first.")
     torch.set_num_threads(options.threads)
     with refusing("--preset: "):
         changes = {"vocab_size": options.vocab_size} if options.vocab_size else {}
         shape = preset(options.preset, max_position_embeddings=2 * options.seq_len, **changes)
+        if shape.mixture is not None:
+            raise ValueError(
+                f"{options.preset} has experts, which are not measured yet; set pipeline.layers by hand."
+            )
     lengths = list(range(options.step, options.seq_len + 1, options.step))
     contexts = lengths[:: max(1, len(lengths) // 8)]
     dtype = DTYPES[options.dtype]

@@ -1,4 +1,4 @@
-"""`python -m pyruntime report RUN_DIR`: one page about a run, for a browser."""
+"""`python -m pyruntime report RUN_DIR`: writes one HTML page about a run."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from pyruntime.train.planned import estimate, planned, predicted
 from pyruntime.train.resolved import resolve, settled
 from pyruntime.train.validate.watching import why_not_predicted
 
-DESCRIPTION = """Writes RUN_DIR/report.html: how much of a step is exposed, curves, and of a run with
---train.ledger true why that is, where a step's time went, which bytes were hidden behind which operators, and
-the timeline of the last step. It needs no network.
-Beside it RUN_DIR/trace.json has that timeline for chrome://tracing and Perfetto."""
+DESCRIPTION = """Writes RUN_DIR/report.html: the exposed share of a step and curves. For a run with
+--train.ledger true also why it is exposed, where a step's time went, which bytes were hidden behind which
+operators, and the timeline of the last step. The page needs no network. RUN_DIR/trace.json has that timeline
+for chrome://tracing and Perfetto."""
 PAGE, TRACE = "report.html", "trace.json"
 
 
@@ -39,8 +39,8 @@ class ReportOptions:
     run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """Folder of a run, as train names it."""
     cluster: str = ""
-    """TOML file of `plan --measure`, or the name of a known cluster, to predict the step by; empty: the run's
-    output.cluster, and where it has none memory alone is predicted."""
+    """Cluster to predict the step for: a TOML file of `plan --measure`, or a known name. Empty: the run's
+    output.cluster; if it has none, only memory is predicted."""
 
 
 def main(argv: list[str]) -> None:
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
             find_cluster(options.cluster)
     with refusing(kinds=(OSError,)):
         if not (run_dir / metrics.FILE_NAME).is_file():
-            raise ConfigError(f"{run_dir} is no run folder: it has no {metrics.FILE_NAME}.")
+            raise ConfigError(f"{run_dir} is not a run folder: it has no {metrics.FILE_NAME}.")
     steps = metrics.read(run_dir / metrics.FILE_NAME)
     with refusing(kinds=(ValueError, OSError)):
         ledgers = read(run_dir)
@@ -70,16 +70,16 @@ def main(argv: list[str]) -> None:
 
 
 def _plan(run_dir: Path, steps: list[dict], mesh: dict[str, int], cluster: str) -> Prediction:
-    """The planner's memory of the fullest rank and seconds of a step, beside what the run measured."""
+    """Returns predicted memory of the fullest rank and seconds of a step, beside the measured ones."""
     if not (run_dir / "model" / "config.json").is_file():
-        return Prediction(words="The planner's estimate needs the model that a run leaves at its end.")
+        return Prediction(words="The planner's estimate needs the model that a run writes at its end.")
     config = with_pieces(config_file.load(run_dir / "config.toml"))
     cluster = cluster or config.output.cluster
     if config.train.dtype != "bf16":
-        return Prediction(words="The planner's estimates are of bf16.")
+        return Prediction(words="The planner's estimates are for bf16 runs only.")
     if not mesh and config.parallel.tp is None:
         return Prediction(
-            words=f"How many ranks this run had is in its {resolved.FILE_NAME} only, and that is gone."
+            words=f"The number of ranks of this run is only in its {resolved.FILE_NAME}, which is missing."
         )
     shape = LlamaConfig.from_hf(read_config(run_dir / "model"))
     run = resolve(
@@ -94,7 +94,7 @@ def _plan(run_dir: Path, steps: list[dict], mesh: dict[str, int], cluster: str) 
     seconds = None if words else predicted(job, planned_mesh)
     return Prediction(
         words=words,
-        # Parts of a step; what is there while the model is made is not one of them.
+        # Only parts of a step, so without the memory while the model is made.
         memory=dataclasses.asdict(dataclasses.replace(fullest, start=0.0)),
         measured_memory=max(_measured(steps, "memory_bytes"), default=None),
         step=dataclasses.asdict(seconds) if seconds else None,
@@ -103,12 +103,12 @@ def _plan(run_dir: Path, steps: list[dict], mesh: dict[str, int], cluster: str) 
 
 
 def _measured(steps: list[dict], name: str) -> list[float]:
-    """A figure of all steps that have it."""
+    """Returns a figure of all steps that have a finite one."""
     return [line[name] for line in steps if line.get(name) is not None and math.isfinite(line[name])]
 
 
 def _mesh(run_dir: Path, ledgers: list[RankLedger]) -> dict[str, int]:
-    """Ranks on every axis; empty where the run has not begun to keep them. Raises ValueError."""
+    """Returns the ranks of every axis; empty if the run has not written them. Raises ValueError."""
     if ledgers:
         return {axis: 1 + max(each.coordinate[axis] for each in ledgers) for axis in ledgers[0].coordinate}
     path = run_dir / resolved.FILE_NAME
@@ -124,7 +124,7 @@ def _mesh(run_dir: Path, ledgers: list[RankLedger]) -> dict[str, int]:
 
 
 def _facts(run_dir: Path, steps: list[dict], mesh: dict[str, int]) -> dict[str, str]:
-    """When, what, on what, and the command that repeats it, as far as the folder says so."""
+    """Returns date, model, ranks and the command that repeats the run, as far as the folder has them."""
     ended = (run_dir / metrics.FILE_NAME).stat().st_mtime
     facts = {"last step": time.strftime(DATE, time.localtime(ended)), "steps": f"{len(steps)}"}
     ranks = math.prod(mesh.values())

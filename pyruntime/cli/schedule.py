@@ -1,4 +1,4 @@
-"""`python -m pyruntime schedule`: what a pipeline schedule looks like, and how long its ranks idle."""
+"""`python -m pyruntime schedule`: draws and checks a pipeline schedule, and simulates how long ranks idle."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from pyruntime.cli.arguments import parse
 from pyruntime.pipeline import Costs, Schedule, Timeline
 from pyruntime.train.errors import ConfigError, refusing
 
-DESCRIPTION = """Makes a pipeline schedule or reads one, checks it, simulates it with the costs given, and
-prints who computes what when, how long it takes, how long ranks idle, and how much they store. Nothing is
+DESCRIPTION = """Makes or reads a pipeline schedule, checks it and simulates it with the given costs. Prints
+which rank computes what and when, the total time, how long ranks idle, and how much they store. Nothing is
 trained and no ranks are started."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleOptions:
     kind: PipelineKind = "1f1b"
-    """Which schedule."""
+    """Schedule to make."""
     stages: int = 4
     """Ranks of the pipeline."""
     micro_batches: int = 8
     """Micro-batches of a step."""
     virtual: int = 1
-    """Stages of each rank, for interleaved; zb-v always has 2, the others 1."""
+    """Stages of each rank, for interleaved only; zb-v always has 2, the others 1."""
     slices: int = 1
     """Parts that each sequence is cut into, for terapipe and seq1f1b."""
     forward: float = 1.0
-    """Seconds of the forward of one stage, for one slice of a micro-batch."""
+    """Seconds of one stage's forward, for one slice of a micro-batch."""
     backward_input: float = 1.0
-    """Seconds of the gradient of its input."""
+    """Seconds of one stage's input gradient."""
     backward_weight: float = 1.0
-    """Seconds of the gradient of its weights."""
+    """Seconds of one stage's weight gradients."""
     transfer: float = 0.0
-    """Seconds from the send to the arrival of a message."""
+    """Seconds from sending a message to its arrival."""
     plot: str = ""
     """PNG file to draw the schedule into; empty: none."""
     csv: str = ""
     """CSV file to write the schedule into; empty: none."""
     from_csv: str = ""
-    """CSV file to read the schedule from, in place of making one."""
+    """CSV file to read the schedule from, instead of making one."""
 
 
 def main(argv: list[str]) -> None:
@@ -70,9 +70,11 @@ def _make(options: ScheduleOptions) -> Schedule:
 
 
 def _read(options: ScheduleOptions) -> Schedule:
-    for name in ("kind", "stages", "micro_batches", "virtual", "slices"):  # which schedule is made
+    for name in ("kind", "stages", "micro_batches", "virtual", "slices"):  # these say which schedule to make
         if getattr(options, name) != getattr(ScheduleOptions, name):
-            raise ConfigError(f"--{name} is said by the file of --from_csv; leave one of the two out.")
+            raise ConfigError(
+                f"--{name} and --from_csv, whose file sets it, exclude each other; leave one out."
+            )
     path = options.from_csv
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -90,7 +92,7 @@ def _write(options: ScheduleOptions, schedule: Schedule, timeline: Timeline) -> 
             pipeline.png(timeline, options.plot)
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}.") from error
-    except ValueError as error:  # of a name that no file can have
+    except ValueError as error:  # the path is no possible file name
         raise ConfigError(f"{options.csv or options.plot}: cannot be written: {error}.") from error
 
 

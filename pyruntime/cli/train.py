@@ -1,4 +1,4 @@
-"""`python -m pyruntime train`."""
+"""`python -m pyruntime train`: trains a Llama on text."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pyruntime.train.errors import ConfigError, TrainingError, refusing
 from pyruntime.train.signals import StopRequest
 
 DESCRIPTION = """Trains a Llama on text with tensor parallelism over all ranks that torchrun started:
-torchrun --nproc-per-node N -m pyruntime train --config FILE.toml [--section.key value ...]. --config takes
-a TOML file or the name of a preset ({presets}); left out it is main, or with --checkpoint.resume the run's
-own config.toml. Flags change single values of it; --model.init_from replaces its whole [model] section.
---dry_run RANKS checks all of it for so many ranks, prints mesh, shapes, memory and schedule, and starts
+torchrun --nproc-per-node N -m pyruntime train --config FILE.toml [--section.key value ...]. --config takes a
+TOML file or the name of a preset ({presets}). Without it the preset is main, or with --checkpoint.resume the
+run's own config.toml. Flags change single values; --model.init_from replaces the whole [model] section.
+--dry_run RANKS checks the run for that many ranks, prints mesh, shapes, memory and schedule, and starts
 nothing. --profile 10-12 is short for --train.profile 10-12."""
 
 
@@ -28,7 +28,7 @@ def main(argv: list[str], stop: StopRequest) -> None:
     ranks, argv = _dry_run(argv)
     config, name = read(argv, ranks)
     if ranks is not None:
-        from pyruntime.cli import dry_run  # imports the model, which --help can do without
+        from pyruntime.cli import dry_run  # imports the model, which --help does not need
 
         text, refusal = dry_run.report(config, ranks)
         print(text)
@@ -43,15 +43,14 @@ def main(argv: list[str], stop: StopRequest) -> None:
 
 
 def _dry_run(argv: list[str]) -> tuple[int | None, list[str]]:
-    """The number of ranks of --dry_run (or --dry-run), None where it is not there; and the other
-    arguments."""
+    """Returns the ranks of --dry_run (or --dry-run), None if absent, and the other arguments."""
     value, rest = take_option(
         ["--dry_run" + each[9:] if each[:9] == "--dry-run" else each for each in argv], "dry_run"
     )
     if value is None:
         return None, argv
     if not value.isdigit() or int(value) < 1:
-        raise ConfigError(f"--dry_run needs the number of ranks that are to be started, found {value}.")
+        raise ConfigError(f"--dry_run needs a number of ranks, at least 1, found {value}.")
     return int(value), rest
 
 
@@ -62,8 +61,8 @@ def read(
     description: str = DESCRIPTION,
     others: Sequence[str] = ("dry_run",),
 ) -> tuple[RunConfig, str]:
-    """The configuration of a command line for so many ranks (None: those that were started), and its name.
-    `others` are flags of the command that have been taken out of it. Raises ConfigError."""
+    """Returns the configuration of a command line for `ranks` ranks (None: those started), and its name.
+    `others` are flags that the caller already took out of `argv`. Raises ConfigError."""
     argv = [_spelled_out(argument) for argument in argv]
     asked, flags = take_option(argv, "config")
     resumed, _ = take_option(argv, "checkpoint.resume")
@@ -72,7 +71,7 @@ def read(
     else:
         path = config_file.find(asked or "main")
         default = config_file.load(path, ranks or started_ranks())
-    if "model.init_from" in map(flag_name, flags):  # the checkpoint's shape in place of the file's
+    if "model.init_from" in map(flag_name, flags):  # the checkpoint's shape replaces the file's
         default = dataclasses.replace(default, model=Model())
     description = description.format(presets=", ".join(config_file.preset_names()))
     config = parse(RunConfig, flags, command, description, default=default, others=("config", *others))
@@ -85,7 +84,7 @@ def _spelled_out(argument: str) -> str:
 
 
 def _of_run(folder: Path) -> tuple[Path, RunConfig]:
-    """The configuration that a run was started with, but for its folder: the run may have been moved."""
+    """Returns the path and configuration of a run, without its run_dir: the folder may have been moved."""
     path = checkpoint_folder.find(folder).parent.parent / "config.toml"
     config = config_file.load(path)
     return path, dataclasses.replace(config, output=dataclasses.replace(config.output, run_dir=""))
@@ -116,8 +115,8 @@ def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> Non
 
 @contextlib.contextmanager
 def failures_told_to_all(rank: int) -> Iterator[None]:
-    """The other ranks end with what this one raises that nobody foresaw; what was foreseen they raise too.
-    Its traceback ends with what `rank`, of the job, is called."""
+    """Reports unexpected exceptions of the block to the other ranks, which end with them. Expected ones are
+    not reported: the others raise them too. Adds the name of `rank` to the traceback."""
     from pyruntime.comm import CommError, post_failure
     from pyruntime.comm.groups import job_rank_name
 
@@ -132,13 +131,13 @@ def failures_told_to_all(rank: int) -> Iterator[None]:
 
 
 def _name_rank() -> None:
-    """Whatever this rank logs, or Python warns of, begins with its number from now on."""
+    """Puts this rank's number before everything that it logs or Python warns of."""
     logging.basicConfig(format=f"pyruntime: rank {started_rank()}: %(message)s")
     logging.captureWarnings(True)
 
 
 def device_of(key: str, asked: str) -> str:
-    """`asked`, the option `key`, where this process can have it. Raises ConfigError where it cannot."""
+    """Returns `asked`, the value of the option `key`. Raises ConfigError if that device is not there."""
     from pyruntime.comm.devices import Host, place
 
     with refusing(f"{key}: "):
@@ -147,7 +146,7 @@ def device_of(key: str, asked: str) -> str:
 
 
 def threads(asked: int, world_size: int) -> int:
-    """CPU threads of this rank: those asked for, what OMP_NUM_THREADS says, or its share of the cores."""
+    """Returns the CPU threads of this rank: `asked`, else OMP_NUM_THREADS, else its share of the cores."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     said = os.environ.get("OMP_NUM_THREADS", "")
     return asked or (int(said) if said.isdigit() else 0) or max(1, len(os.sched_getaffinity(0)) // local)

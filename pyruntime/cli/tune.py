@@ -1,4 +1,4 @@
-"""`python -m pyruntime tune`: which tier is the fastest for a model's linears, measured on this machine."""
+"""`python -m pyruntime tune`: measures which tier is fastest for a model's linears on this machine."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ if TYPE_CHECKING:
     from pyruntime.tuning.linears import RankLinear
     from pyruntime.tuning.measure import Measured
 
-DESCRIPTION = """Times the tiers of every linear of a model, forward and backward, with several numbers of
-chunks and tiles where there is a choice, on the ranks that torchrun started, beside the GEMM and the
-collective alone, and keeps the fastest in a file, from which tier="auto" takes them:
-torchrun --nproc-per-node P -m pyruntime tune --model NAME | --config FILE. The file is tuning.json in the
-user's cache folder, or what the environment variable PYRUNTIME_TUNING names."""
+DESCRIPTION = """Times the tiers of every linear of a model, forward and backward, beside the GEMM and the
+collective alone, on the ranks that torchrun started. Where there is a choice it tries several numbers of
+chunks and tiles. It stores the fastest in a file that tier="auto" reads: torchrun --nproc-per-node P -m
+pyruntime tune --model NAME | --config FILE. The file is tuning.json in the user's cache folder, or the one
+that the environment variable PYRUNTIME_TUNING names."""
 DEFAULT_SEQ_LEN = 2048
 
 
 @dataclasses.dataclass(frozen=True)
 class TuneOptions:
     model: str = ""
-    """Name of a Llama, however spelled (llama-3-8b, 3m); or name --config."""
+    """Name of a Llama, in any spelling (llama-3-8b, 3m); or give --config."""
     config: str = ""
-    """TOML file or preset of the trainer, whose model, sizes and type are tuned for; or name --model."""
+    """TOML file or preset of the trainer with model, sizes and type to tune for; or give --model."""
     micro_batch_size: int = 0
     """Sequences of a forward pass; 0: the configuration's, or 1."""
     seq_len: int = 0
     """Tokens of a sequence; 0: the configuration's, or 2048."""
     tp: int = 0
-    """Ranks of a tensor-parallel group, which divide those started; 0: the configuration's, or all."""
+    """Ranks of a tensor-parallel group, a divisor of those started; 0: the configuration's, or all."""
     dtype: Literal[""] | Dtype = ""
     """Type of weights and activations; empty: the configuration's, or bf16."""
     device: DeviceName = "auto"
-    """Where operands lie."""
+    """Device of the operands."""
     rounds: int = 15
     """Rounds of each measurement, at least 3."""
     budget: float = 120.0
-    """Seconds for all measurements; where they do not suffice there are fewer rounds, at least 3, and what
-    comes last is left out."""
+    """Seconds for all measurements. If they do not suffice there are fewer rounds, at least 3, and the last
+    linears are left out."""
     variants: bool = False
-    """On GPUs also time the GEMM alone by tiles that the library of kernels does not have, compiled at run
-    time through cupy: minutes of compiling, which the budget does not count."""
+    """Whether to time the GEMM alone on GPUs with tiles that the kernel library lacks too, compiled at run
+    time through cupy. Compiling takes minutes, which --budget does not count."""
     json: str = ""
     """File to write all figures to; empty: none."""
 
@@ -80,8 +80,8 @@ def main(argv: list[str]) -> None:
     ranks = started_ranks()
     if ranks == 1:
         raise ConfigError(
-            "tune measures how GEMMs and transfers overlap, and one rank has nobody to transfer to; start "
-            "it with torchrun --nproc-per-node P -m pyruntime tune, P being the tensor-parallel ranks."
+            "tune measures how GEMMs and transfers overlap, and one rank sends nothing; start it with "
+            "torchrun --nproc-per-node P -m pyruntime tune, where P is the number of tensor-parallel ranks."
         )
     job = job_of(options, ranks)
     path = cache.default_path()
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> None:
 
 def check(options: TuneOptions) -> None:
     if bool(options.model) == bool(options.config):
-        raise ConfigError("tune needs --model NAME or --config FILE, one of them.")
+        raise ConfigError("tune needs either --model NAME or --config FILE.")
     check_at_least(options, 0, "micro_batch_size", "seq_len", "tp")
     check_at_least(options, 3, "rounds")
     validate.check_seconds("--budget", options.budget)
@@ -101,12 +101,12 @@ def check(options: TuneOptions) -> None:
 def check_variants(options: TuneOptions, device: str) -> None:
     if options.variants and device == "cpu":
         raise ConfigError(
-            "--variants times tiles of kernels for GPUs, and operands lie on the CPU; leave it out."
+            "--variants times GPU kernels, and the operands are on the CPU; leave --variants out."
         )
 
 
 def job_of(options: TuneOptions, ranks: int) -> TunedModel:
-    """The model, from a configuration or by its name, and its sizes. Raises ConfigError."""
+    """Returns the model, from a configuration or by its name, and its sizes. Raises ConfigError."""
     from pyruntime.train.data.tokenizer import open_tokenizer
     from pyruntime.train.shape import llama_config
 
@@ -119,8 +119,7 @@ def job_of(options: TuneOptions, ranks: int) -> TunedModel:
     tp = options.tp or mesh_of(config, ranks).tp
     if tp < 2 or ranks % tp:
         raise ConfigError(
-            f"tp={tp} and {ranks} ranks were started; start tp of them or a multiple, and let tp be at least "
-            "2."
+            f"tp={tp} does not fit the {ranks} started ranks; tp must be at least 2 and divide them."
         )
     seq_len = options.seq_len or train.seq_len
     if options.config:
@@ -140,22 +139,21 @@ def job_of(options: TuneOptions, ranks: int) -> TunedModel:
 
 
 def named(name: str, tp: int) -> LlamaConfig:
-    """The shape of a known Llama. Raises ConfigError."""
+    """Returns the shape of a known Llama. Raises ConfigError."""
     from pyruntime.cli.plan_facts import find_model
     from pyruntime.llama.presets import preset
 
     with refusing("--model: "):
         found = find_model(name).preset
         if not found:
-            raise ValueError(f"{name} is no Llama that the trainer has a preset of.")
+            raise ValueError(f"{name} is not a Llama with a preset of the trainer.")
         shape = preset(found)
         shape.check_tp(tp)
     return shape
 
 
 def known(path: Path) -> Cache:
-    """What the file holds already. Raises ConfigError where it must not be written over: nobody measures for
-    minutes only to hear that."""
+    """Returns the file's contents. Raises ConfigError now if it must not be overwritten in the end."""
     try:
         return cache.read(path)
     except CacheError as error:
@@ -174,7 +172,7 @@ def run(options: TuneOptions, job: TunedModel, path: Path, old: Cache) -> None:
 
     torch.set_num_threads(job.threads)
     placed = device_of("--device", options.device)
-    # Groups of tp neighbours, side by side as in training.
+    # Groups of tp neighbours work at the same time, as in training.
     with Runtime.start(tp=job.tp, dp=started_ranks() // job.tp, device=placed) as runtime:
         device = runtime.device.type
         check_variants(options, device)
@@ -209,8 +207,8 @@ def run(options: TuneOptions, job: TunedModel, path: Path, old: Cache) -> None:
 def measure_all(
     options: TuneOptions, job: TunedModel, runtime: Runtime, linears: list[RankLinear]
 ) -> tuple[list[Measured], list[str]]:
-    """What was measured, and the names of what the budget left out. What is left of the budget is shared out
-    evenly, so what is quick leaves more to the others."""
+    """Returns the measurements, and the names of those that the budget left out. The rest of the budget is
+    divided evenly each time, so a quick measurement leaves more to the others."""
     from pyruntime.train.model_of_run import DTYPES
     from pyruntime.tuning.measure import Problem, largest, measure
 
@@ -229,8 +227,7 @@ def measure_all(
 
 
 def measure_gemms(job: TunedModel, runtime: Runtime, linears: list[RankLinear]) -> Choices:
-    """Which GEMM is the faster one for each product of each linear, on the slower rank; none where there is
-    no choice."""
+    """Returns the faster GEMM of each product of each linear on the slowest rank; empty without a choice."""
     from pyruntime.comm.core import _C
     from pyruntime.tuning import gemms
     from pyruntime.tuning.measure import LEAST_ROUNDS, largest
@@ -242,13 +239,13 @@ def measure_gemms(job: TunedModel, runtime: Runtime, linears: list[RankLinear]) 
         for product, seconds in gemms.measure(rows, k, n, LEAST_ROUNDS).items():
             slowest = {name: largest(value) for name, value in seconds.items()}
             key = cache.Key(gemms.op_of(product), rows, n, k, "bfloat16", "cpu")
-            if gemms.is_of_gemm(key):  # and not the form that adds
+            if gemms.is_of_gemm(key):  # leaves out the form that adds to its output
                 found[key] = Choice(gemms.faster(slowest), slowest, LEAST_ROUNDS, date)
     return found
 
 
 def gemm_table(found: Choices) -> str:
-    """A line for each product, times in ms."""
+    """Returns a line for each product, times in ms."""
     rows = [
         [key.op, str(key.rows), str(key.n), str(key.k)]
         + [f"{one.seconds[name] * 1e3:.3f}" for name in ("ours", "library")]
@@ -261,7 +258,7 @@ def gemm_table(found: Choices) -> str:
 def tell_variants(
     options: TuneOptions, job: TunedModel, runtime: Runtime, linears: list[RankLinear]
 ) -> list[str]:
-    """A sentence for each GEMM: whether tiles that are not built in would be quicker."""
+    """Returns a sentence for each GEMM: whether tiles that are not built in would be faster."""
     from pyruntime.train.model_of_run import DTYPES
     from pyruntime.tuning.measure import Problem
     from pyruntime.tuning.tile_variants import time_variants
@@ -277,8 +274,8 @@ def choices(found: list[Measured]) -> Choices:
 
 
 def table(found: list[Measured]) -> str:
-    """A line for each pass of each linear, times in ms. What differs from line to line, numbers of chunks and
-    tiles, stands behind the choice."""
+    """Returns a line for each pass of each linear, times in ms. Chunk counts and tiles, which differ from
+    line to line, stand behind the choice."""
     tiers = list(dict.fromkeys(name for one in found for name in one.tiers if ":" not in name))
     head = ["linear", "pass", "rows", "n", "k", "T_g ms", "T_c", *tiers, "R", "E", "choice"]
     tried = [
@@ -301,7 +298,7 @@ def table(found: list[Measured]) -> str:
 
 
 def notes(found: list[Measured], left_out: list[str], budget: float) -> list[str]:
-    """How it was measured, and what was not."""
+    """Returns sentences on how it was measured and what was not."""
     rounds = sorted({one.rounds for one in found})
     counted = str(rounds[0]) if len(set(rounds)) == 1 else f"{rounds[0]} to {rounds[-1]}"
     said = [f"\nMedians of {counted} interleaved rounds, of the slowest rank; random data."]

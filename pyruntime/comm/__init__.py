@@ -23,6 +23,7 @@ from pyruntime.comm.groups import (
     stats,
     traffic,
     transport_of,
+    waiting_on_host_s,
     workspace_bytes,
 )
 from pyruntime.comm.rendezvous import keep, kept
@@ -59,5 +60,6 @@ __all__ = [
     "symmetric_memory_bytes",
     "traffic",
     "transport_of",
+    "waiting_on_host_s",
     "workspace_bytes",
 ]

@@ -1,4 +1,4 @@
-"""One axis of parallelism as a Runtime names it."""
+"""One axis of parallelism of a Runtime."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of parallelism: rank, size, group and mesh alike for all of them. One that the mesh does not
-    have is of this rank alone: rank 0 of 1, without group or mesh.
+    """An axis of parallelism, with rank, size, group and mesh alike for all axes. If the mesh does not have
+    it, it holds only this rank: rank 0 of 1, without group or mesh.
 
     It passes wherever pyruntime takes a group or a mesh; torch's own functions take `axis.mesh`.
     """
@@ -19,12 +19,12 @@ class Axis:
     name: str
     """tp, tp_y, dp, cp, pp or replicas."""
     mesh: DeviceMesh | None
-    """Of one dimension; of two for dp and replicas where there are groups of them (dp_replicate, dp_shard).
-    None: the mesh has no such axis."""
+    """A mesh of one dimension, or of two, (dp_replicate, dp_shard), for dp and replicas if there are groups
+    of them. None: the mesh has no such axis."""
 
     @property
     def rank(self) -> int:
-        """This process's rank along the axis, of two dimensions with the last one fastest."""
+        """This process's rank along the axis; of two dimensions the last one is fastest."""
         if self.mesh is None:
             return 0
         place, rank = self.mesh.get_coordinate(), 0
@@ -40,10 +40,10 @@ class Axis:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group. Raises ValueError where the axis is of one rank alone, or of two dimensions."""
+        """The process group. Raises ValueError if the axis holds only this rank, or has two dimensions."""
         if self.mesh is None:
             raise ValueError(
-                f"The mesh has no axis {self.name}, so it is of this rank alone and has no process group; "
+                f"The mesh has no axis {self.name}, so it holds only this rank and has no process group; "
                 f"start the Runtime with {self.name} above 1."
             )
         if self.mesh.ndim != 1:

@@ -1,4 +1,4 @@
-"""Loads the C++ core, once: its operators, the CPU symmetric memory, and the exception types they raise."""
+"""Loads the C++ core once: its operators, the CPU symmetric memory, and the exception types of both."""
 
 import atexit
 import logging
@@ -13,7 +13,7 @@ from pyruntime.comm.errors import CommError, CommTimeout, PeerLost
 _BUILT_WITH = Path(__file__).parent.parent / "torch_version.txt"
 """The version of torch that the core was built with; setup.py writes it beside the core."""
 
-# Before the core is loaded: in another torch what it calls may have other arguments.
+# Checked before the core is loaded: in another torch the functions that it calls may have other arguments.
 if _BUILT_WITH.exists() and (_built_with := _BUILT_WITH.read_text().strip()) != str(torch.__version__):
     raise ImportError(
         f"pyruntime was built with torch {_built_with} and found torch {torch.__version__}: install that "
@@ -24,7 +24,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"pyruntime's C++ core cannot be loaded here ({error}). In a source folder run `make build`, or "
-        "leave it if pyruntime is installed."
+        "leave that folder if pyruntime is installed."
     ) from error
 
 _C.register_errors(CommError, CommTimeout, PeerLost)
@@ -33,7 +33,7 @@ _C.report_to(logging.getLogger("pyruntime").warning)
 
 
 def _name_of_thread(number: int) -> str:
-    if number == os.getpid():  # after a fork Python does not know that number of it
+    if number == os.getpid():  # after a fork Python does not know the main thread's number
         return f"thread {number} ({threading.main_thread().name})"
     names = [thread.name for thread in threading.enumerate() if thread.native_id == number]
     return f"thread {number} ({names[0]})" if names else f"thread {number}"
@@ -44,19 +44,19 @@ _C.set_thread_namer(_name_of_thread)
 
 @atexit.register
 def _leave() -> None:
-    """Others may still wait for what this process has to pass on; then its threads end before Python does."""
+    """Passes on what others still wait for, and then ends the core's threads before Python ends."""
     _C.leave_groups()
     _C.leave_job()
 
 
 def keep_freed_memory() -> bool:
     """Makes glibc keep freed buffers (mallopt: mmap, trim and top-pad thresholds), so that a training step
-    does not page-fault its activations in anew. For the whole process; worth 5 to 15 % of a step. False where
-    the C library is another one, and nothing changes.
+    reuses pages instead of faulting in new ones. It holds for the whole process and is worth 5 to 15 % of a
+    step. Returns False, with nothing changed, if the C library is another one.
     """
     return _C.keep_freed_memory()
 
 
 def symmetric_memory_bytes() -> int:
-    """Bytes of CPU symmetric memory that this process has allocated and still holds."""
+    """Returns the bytes of CPU symmetric memory that this process has allocated and still holds."""
     return _C.symmetric_memory_bytes()

@@ -1,5 +1,4 @@
-"""What goes wrong between ranks. Each message names op, group, rank, peer, chunk, and the values expected
-and seen."""
+"""Errors between ranks. Each message names op, group, rank, peer, chunk, and the values expected and seen."""
 
 
 class CommError(RuntimeError):

@@ -1,7 +1,7 @@
-"""What ranks tell each other beside all ops, through the job's store: while they start, load, and save.
+"""Exchanges values between ranks outside of ops, through the job's store: while they start, load, and save.
 
-A rank that waits here hears of every failure in the job, of a peer's end at once where it is on the same
-host, and of a peer that is stopped: every process leaves a sign of life in the store ten times a second, from
+A rank that waits here learns of every failure in the job: at once of a peer's end on the same host, and also
+of a peer that is stopped. For that, every process leaves a sign of life in the store ten times a second, from
 a thread that needs no Python.
 """
 
@@ -31,14 +31,14 @@ from pyruntime.comm.groups import (
 
 Value = TypeVar("Value")
 MOST_BYTES = 1 << 26
-"""Of what a rank tells all others at once."""
+"""Bytes that a rank may send to all others at once."""
 
 _WAIT = 1
-"""As csrc/core/ledger/ledger.h numbers kinds of entries."""
+"""The number of this kind of entry in csrc/core/ledger/ledger.h."""
 
 
 class Exchange:
-    """One exchange of a group, which all its ranks begin in the same order. `doing` says in words what is
+    """One exchange of a group; all its ranks begin exchanges in the same order. `doing` says in words what is
     being done, and begins the sentence of an error: "Building the corpus".
 
     A rank may take as long as it shows signs of life; the deadline bounds its silence. Raises CommTimeout and
@@ -50,19 +50,20 @@ class Exchange:
         self._topic = f"exchange/{_C.next_exchange(self._name)}"
 
     def tell(self, value: object, to: int | None = None) -> None:
-        """`value`, of a type that `messages` has, is there for all ranks of the group, or for one."""
+        """Sends `value`, of a type that `messages` has, to all ranks of the group, or to one."""
         topic = self._topic if to is None else f"{self._topic}/{to}"
         _C.tell(self._name, topic, messages.encode(value))
 
     def hear(self, rank: int, kind: Any, beside: bool = False, to_this_rank: bool = False) -> Any:
-        """What `rank` of the group has told all ranks or this one, of the type `kind`. beside: this thread is
-        not the one that computes. Raises CommError, on all ranks, where it is of no such type."""
+        """Returns what `rank` of the group has sent to all ranks or to this one, of the type `kind`. beside:
+        this thread is not the one that computes. Raises CommError, on all ranks, if the value has another
+        type."""
         topic = f"{self._topic}/{group_rank(self._group)}" if to_this_rank else self._topic
         seconds, begin = deadline(self._group), time.monotonic()
         try:
             told = _C.hear(self._name, rank, topic, self._doing, seconds, True)
         finally:
-            # In a ledger these are what saving and loading wait for: starting has none yet.
+            # A ledger has these as the waits of saving and loading; at the start there is no ledger yet.
             if not beside:
                 _C.ledger_enter(_WAIT, "checkpoint", "exchange", rank, 0, begin, time.monotonic())
         with _read(self._group, self._doing, rank):
@@ -70,15 +71,15 @@ class Exchange:
 
 
 def barrier(group: Group, doing: str, value: str = "") -> str:
-    """Returns when all ranks are here: the first of their values, by rank, that is not empty. Each may take
-    as long as it shows signs of life."""
+    """Waits for all ranks, and returns the first of their values, by rank, that is not empty. Each rank may
+    take as long as it shows signs of life."""
     if group_size(group) == 1:
         return value
     exchange = Exchange(group, doing)
     if group_rank(group) > 0:
         exchange.tell(value)
         return exchange.hear(0, str)
-    for rank in range(1, group_size(group)):  # by one rank, so that n ranks cost n looks and not n * n
+    for rank in range(1, group_size(group)):  # only rank 0 looks: n looks for n ranks, not n * n
         heard = exchange.hear(rank, str)
         value = value or heard
     exchange.tell(value)
@@ -86,9 +87,9 @@ def barrier(group: Group, doing: str, value: str = "") -> str:
 
 
 def gather(group: Group, doing: str, mine: Value, kind: type[Value]) -> list[Value]:
-    """What every rank of `group` has, of the type `kind` (`messages`), by rank, on every rank. By two
-    collectives of torch's, which the group's deadline bounds. Raises CommTimeout or PeerLost where a rank is
-    stopped or ends, CommError where what came is of no such type."""
+    """Returns the values of all ranks of `group`, of the type `kind` (`messages`), by rank, on every rank.
+    Two collectives of torch, which the group's deadline bounds, carry them. Raises CommTimeout or PeerLost if
+    a rank is stopped or ends, CommError if a value has another type or is too long."""
     ranks = group_size(group)
     if ranks == 1:
         return [mine]
@@ -101,7 +102,7 @@ def gather(group: Group, doing: str, mine: Value, kind: type[Value]) -> list[Val
         dist.all_gather(sizes, torch.tensor([len(told)], device=device), group=own)
         longest = max(int(size) for size in sizes)
         if not 0 <= longest <= MOST_BYTES or min(int(size) for size in sizes) < 0:
-            raise CommError(f"{doing}: a rank has told {longest} bytes, and at most {MOST_BYTES} are read.")
+            raise CommError(f"{doing}: a rank has sent {longest} bytes, but at most {MOST_BYTES} are read.")
         padded = torch.zeros(longest, dtype=torch.uint8, device=device)
         padded[: len(told)] = told
         parts = [torch.empty_like(padded) for _ in range(ranks)]
@@ -114,13 +115,13 @@ def gather(group: Group, doing: str, mine: Value, kind: type[Value]) -> list[Val
 
 @contextlib.contextmanager
 def _read(group: Group, doing: str, rank: int) -> Iterator[None]:
-    """Around the reading of what `rank` of the group has told."""
+    """Turns a ValueError in reading what `rank` of the group has sent into a CommError, on all ranks."""
     try:
         yield
     except ValueError as error:
         problem = (
-            f"{doing}: what {rank_name(group, rank)} has told cannot be read ({error}); all ranks need one "
-            "version of pyruntime, and the job's hosts alone may reach the store's port (MASTER_PORT)."
+            f"{doing}: the message of {rank_name(group, rank)} cannot be read ({error}); all ranks need the "
+            "same version of pyruntime, and only the job's hosts may reach the store's port (MASTER_PORT)."
         )
         _C.post_failure(problem)
         raise CommError(problem) from error
@@ -128,8 +129,8 @@ def _read(group: Group, doing: str, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def named_failures(group: Group, doing: str) -> Iterator[None]:
-    """Around collectives of torch's: where one fails because a rank is gone or stopped, all ranks raise
-    PeerLost or CommTimeout that names it, in the place of torch's message."""
+    """Names the rank if one of torch's collectives inside fails because a rank is gone or stopped: all ranks
+    then raise PeerLost or CommTimeout in place of torch's error."""
     try:
         yield
     except CommError:
@@ -141,33 +142,33 @@ def named_failures(group: Group, doing: str) -> Iterator[None]:
 
 
 def post_failure(message: str) -> None:
-    """All other ranks end with PeerLost, "rank N reports: MESSAGE", as soon as they wait for anybody. Takes
-    half a second at most and raises nothing."""
+    """Makes all other ranks raise PeerLost, "rank N reports: MESSAGE", as soon as they wait for any rank.
+    Takes half a second at most and raises nothing."""
     _C.post_failure(message)
 
 
 def raise_for_ended(doing: str) -> None:
-    """For a rank that a signal ends: a launcher sends one to all ranks when one of them has failed. Raises
-    what that one has reported, or PeerLost where a process on this host has ended without a word. Takes a
-    second at most."""
+    """Raises what a failed rank has reported, or PeerLost if a process on this host has ended without a
+    report. A rank that a signal ends calls it: launchers signal all ranks when one has failed. Takes a second
+    at most."""
     _C.raise_for_ended(doing[:1].upper() + doing[1:], 1.0)
 
 
 def is_of_connection(error: BaseException) -> bool:
-    """Whether torch raises this where a peer or the store does not answer."""
+    """Whether torch raises this if a peer or the store does not answer."""
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error).lower())
 
 
 def first_line(error: BaseException) -> str:
-    """What it says, for the end of a sentence."""
+    """Returns the first line of the error's message, for the end of a sentence."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def different(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[tuple[str, int]]:
-    """The tensors whose content is not the first rank's on some rank of `group`, each with the first such
-    rank; the same on every rank. Reads every tensor once and exchanges a line for each.
+    """Returns the tensors whose content on some rank of `group` is not the first rank's, each with the first
+    such rank; the same on every rank. Reads every tensor once and exchanges a line for each.
 
-    Raises ValueError, on every rank alike, where ranks have other names, shapes or dtypes."""
+    Raises ValueError, on every rank, if ranks have other names, shapes or dtypes."""
     mine = [(name, f"{name} {list(t.shape)} {t.dtype}", _checksum(t)) for name, t in tensors.items()]
     kind = list[tuple[str, str, tuple[int, int]]]
     everyone = gather(group, "Comparing the models of the ranks", mine, kind)
@@ -193,7 +194,7 @@ def different(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[t
 
 @torch.no_grad()
 def _checksum(tensor: Tensor) -> tuple[int, int]:
-    """Two integer sums over the bits, one weighted by row so that permuted rows differ; (0, 0) on meta."""
+    """Returns two integer sums over the bits, one weighted by row to see permuted rows; (0, 0) on meta."""
     if tensor.is_meta or tensor.numel() == 0:
         return 0, 0
     if tensor.is_complex():

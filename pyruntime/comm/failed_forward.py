@@ -1,8 +1,8 @@
-"""Who tells the other ranks of a forward pass that an exception has ended on this one.
+"""Tells the other ranks that an exception has ended a forward pass on this one.
 
-A program that catches it and goes on with the next batch is a pass behind the others, whose shapes are the
-same. Nothing is sent for that: the count of such passes is a part of what ranks compare of an op that they
-begin, so the first one after it is refused on all of them.
+A program that catches the exception and goes on with the next batch is a pass behind the others, whose shapes
+are the same. Nothing is sent for that: when ranks begin an op, they compare the count of such passes too. So
+the first op after it is refused on all of them.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from pyruntime.comm.core import _C
 
 
 class ForwardWatch:
-    """Hooks of a module that call `note` where its forward pass ends by an exception, unless the job has
-    failed, which all ranks know. Code that torch.compile has made is not watched. Copies of the module share
-    it."""
+    """Hooks of a module that call `note` if an exception ends its forward pass, unless the job has failed,
+    which all ranks know. Code that torch.compile has made is not watched. Copies of the module share them."""
 
     def __init__(self, module: nn.Module, note: Callable[[], None]):
         self._note = note
         self._handled: list[BaseException | None] = []
-        """Exceptions that were being handled when the passes under way began: a handler may run one."""
+        """The exception that was being handled when each running pass began: a handler may run a pass."""
         self.hooks: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._enter, prepend=True),
             module.register_forward_hook(self._leave, always_call=True),
         ]
 
     def __deepcopy__(self, _: dict) -> ForwardWatch:
-        """A copy of the module is of the same groups."""
+        """Returns itself: a copy of the module has the same groups."""
         return self
 
     def _enter(self, *_: object) -> None:
@@ -53,7 +52,7 @@ class ForwardWatch:
 
 
 class NotePasses:
-    """Tells of a pass in the groups of these names."""
+    """Notes a failed pass in the groups of these names."""
 
     def __init__(self, *groups: str):
         self._groups = groups

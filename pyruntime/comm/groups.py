@@ -1,4 +1,4 @@
-"""Process groups by whatever name the caller has for them."""
+"""Finds process groups by whatever name the caller has for them, and sets and reads how they communicate."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Group: TypeAlias = dist.ProcessGroup | DeviceMesh | Axis | str
 
 
 def process_group(group: Group) -> dist.ProcessGroup:
-    """The torch process group behind `group`.
+    """Returns the torch process group behind `group`.
 
-    Raises ValueError for a name that no group has and a mesh of several axes, TypeError for what is no group.
+    Raises ValueError for a name that no group has and a mesh of several axes, TypeError for another type.
     """
     if isinstance(group, str):
         try:
@@ -49,35 +49,35 @@ def process_group(group: Group) -> dist.ProcessGroup:
 
 
 def group_name(group: Group) -> str:
-    """The name under which torch and the C++ core know `group`."""
+    """Returns the name under which torch and the C++ core know `group`."""
     if isinstance(group, str):
         return group
     return process_group(group).group_name
 
 
 def group_rank(group: Group) -> int:
-    """This process's rank in `group`."""
+    """Returns this process's rank in `group`."""
     return process_group(group).rank()
 
 
 def group_size(group: Group) -> int:
-    """Number of ranks in `group`."""
+    """Returns the number of ranks in `group`."""
     return process_group(group).size()
 
 
 def rank_name(group: Group, rank: int) -> str:
-    """What messages call that rank of `group`: "rank 2 (tp 0, dp 1; process 4711 on node3)", by its number in
-    the job, as far as the rest is known."""
+    """Returns how messages name that rank of `group`: "rank 2 (tp 0, dp 1; process 4711 on node3)". The
+    number is that in the job; the rest is there as far as it is known."""
     return job_rank_name(_job_ranks(group_name(group), group_size(group))[rank])
 
 
 def job_rank_name(rank: int) -> str:
-    """The same of a rank of the job."""
+    """Returns the same for a rank of the job."""
     return _C.name_of_rank(rank)
 
 
 def stats(group: Group) -> _C.CommStats:
-    """Cumulative figures of this rank: `ops`, `bytes` read from peers, `waiting_s` and `moving_s`.
+    """Returns cumulative figures of this rank: `ops`, `bytes` read from peers, `waiting_s` and `moving_s`.
 
     waiting_s + moving_s are the seconds in which this rank's thread did nothing but wait for peers, copy
     and sum: its exposed communication.
@@ -86,12 +86,12 @@ def stats(group: Group) -> _C.CommStats:
 
 
 def workspace_bytes(group: Group) -> int:
-    """Bytes of symmetric memory that this rank holds for `group`."""
+    """Returns the bytes of symmetric memory that this rank holds for `group`."""
     return _C.workspace_bytes(group_name(group))
 
 
 def deadline(group: Group) -> float:
-    """Seconds that a wait on a peer of `group` may last."""
+    """Returns the seconds that a wait on a peer of `group` may last."""
     return _C.deadline(group_name(group))
 
 
@@ -102,7 +102,7 @@ def set_deadline(group: Group, seconds: float) -> None:
 
 
 def check_deadline(seconds: float) -> None:
-    """Raises ValueError where that is no deadline."""
+    """Raises ValueError unless `seconds` may be a deadline."""
     if not 1e-3 <= seconds <= 1e6:
         raise ValueError(f"deadline_s={seconds} is no deadline; pass between 0.001 and 1e6 seconds.")
 
@@ -119,39 +119,38 @@ def configure(
     rings: Sequence[Sequence[int]] | None = None,
     traffic_class: str | None = None,
 ) -> None:
-    """Settles how `group` communicates. All ranks must pass the same, before the first op or after `close`.
-    transport, hosts, chunk_bytes, wire_dtype, multicast and rings are settled together: where one of them is
-    given, those left out return to their defaults.
+    """Sets how `group` communicates. All ranks must pass the same, before the first op or after `close`.
+    transport, hosts, chunk_bytes, wire_dtype, multicast and rings are set together: if one of them is given,
+    those left out return to their defaults.
 
     Args:
         deadline_s: seconds that a wait on a peer may last.
-        transport: "auto" looks at where the ranks are: on one host they share memory ("symmetric_memory");
-            where every host has the same number of ranks, more than one, they share memory inside a host
-            and send round a ring of hosts ("hierarchical"); otherwise round a ring of ranks
-            ("process_group"), over the group's c10d backend. "collectives" leaves everything to the
-            backend's own collectives, unfused. Tensors on a device take its copy engines inside a host;
-            "device" makes tensors on the CPU go the same way, to try that without one.
+        transport: "auto" looks at where the ranks are. On one host they share memory ("symmetric_memory").
+            If every host has the same number of ranks, more than one, they share memory inside a host and
+            send round a ring of hosts ("hierarchical"). Otherwise they send round a ring of ranks, over the
+            group's c10d backend ("process_group"). "collectives" leaves everything to the backend's own
+            collectives, unfused. Tensors on a device take its copy engines inside a host; with "device"
+            tensors on the CPU go the same way, to try it without a device.
         hosts: a name for each rank's host, instead of asking the ranks: to try on one machine what several
             do.
         chunk_bytes: bytes of a rank's rows that travel between hosts at once; by default chosen for each op
-            from the latency and bandwidth that are measured when the group is opened. On devices: the least
-            that a GEMM waits for on its own, by default 4 MiB; a rank's rows have 4 such pieces at most.
-        wire_dtype: what partial sums travel as between hosts: torch.bfloat16 or torch.float32; by default
-            the dtype of the operand. Each hop adds in fp32 and rounds to this.
+            from the latency and bandwidth that are measured when the group opens. On devices: the least that
+            a GEMM waits for, by default 4 MiB; a rank's rows have 4 such pieces at most.
+        wire_dtype: dtype of partial sums that travel between hosts: torch.bfloat16 or torch.float32; by
+            default that of the operand. Each hop adds in fp32 and rounds to it.
         multicast: between GPUs of one NVLink domain. "gather": what goes to all ranks is stored once, under
-            one address for all of them, and gives the same bits. "gather_and_reduce": sums of a
-            reduce-scatter or all-reduce are taken in the switch too, in an order that is the switch's: not
-            the same bits as on the CPU, nor surely those of the next run. By default "off".
+            one address for all of them, and gives the same bits. "gather_and_reduce": the switch also takes
+            the sums of a reduce-scatter or all-reduce, in its own order. Their bits are not those of the CPU,
+            and may differ from run to run. By default "off".
         rings: between GPUs of one host of which not every two have a link of their own: orders of the group's
-            ranks, in each of which a rank has a direct link to the next, and the last to the first. What is
-            gathered goes around all of them, both ways at once, where a rank's rows are at least so many
-            times `chunk_bytes`; the same bits. By default straight to each peer.
+            ranks. In each a rank has a direct link to the next, and the last to the first. Gathered rows go
+            around all of them, both ways at once, if a rank's rows have `chunk_bytes` for each of these ways;
+            the same bits. By default straight to each peer.
         traffic_class: "tp", "cp", "pp", "dp" or "checkpoint": how urgent this group's chunks are beside
             those of other groups. May be changed at any time.
 
-    Raises ValueError for what is none of these, RuntimeError when the group has run ops already. The first op
-    raises ValueError where its devices cannot do the multicast that was asked for, or are on several hosts
-    and rings were.
+    Raises ValueError for other values, RuntimeError if the group has run ops already. The first op raises
+    ValueError if its devices cannot do the multicast, or if rings were given for devices of several hosts.
     """
     if wire_dtype not in (None, torch.bfloat16, torch.float32):
         raise ValueError(f"wire_dtype={wire_dtype} does not travel; use torch.bfloat16 or torch.float32.")
@@ -168,23 +167,23 @@ def configure(
 
 
 def transport_of(group: Group) -> str:
-    """How the chunks of `group` travel, in words; "" before its first op."""
+    """Returns in words how the chunks of `group` travel; "" before its first op."""
     return _C.transport_description(group_name(group))
 
 
 def crosses_hosts(group: Group, device: torch.device | str = "cpu") -> bool:
-    """Whether rows of tensors on `device` travel between hosts in `group`. Collective where the group has run
-    no op yet."""
+    """Whether rows of tensors on `device` travel between hosts in `group`. Collective if the group has run no
+    op yet."""
     return _C.crosses_hosts(group_name(group), str(device))
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one class of traffic has cost this rank since the start. Seconds and bytes.
+    """The costs of one traffic class for this rank since the start. Seconds and bytes.
 
-    waiting_s + moving_s are exposed: this rank's thread did nothing but wait for peers, copy and sum. What
-    was sent to other hosts went on beside it, in `chunks_sent` chunks: each queued from the moment when it
-    might leave until the arbiter let it go, then took its transfer time until the receiver had it.
+    waiting_s + moving_s are exposed: this rank's thread did nothing but wait for peers, copy and sum. Sends
+    to other hosts went on beside it, in `chunks_sent` chunks. Each was queued from the moment when it might
+    leave until the arbiter sent it, then took its transfer time until the receiver had it.
     """
 
     ops: int = 0
@@ -196,29 +195,35 @@ class Traffic:
     queued_s: float = 0.0
     transfer_s: float = 0.0
     recent_queued_s: tuple[float, ...] = ()
-    """Of each of the last chunks (4,096 at most), in no order; for percentiles."""
+    """One for each of the last chunks (4,096 at most), in no order; for percentiles."""
     recent_transfer_s: tuple[float, ...] = ()
 
 
 def exposed_s() -> float:
-    """Seconds in which this rank has done nothing but wait for peers, copy and sum, over all its open groups
-    and their companions."""
+    """Returns the seconds in which this rank has done nothing but wait for peers, copy and sum, over all its
+    open groups and their companions. Of a device's stream: in which it waited, while it is watched."""
     return sum(exposed_by_class().values())
 
 
 def exposed_by_class() -> dict[str, float]:
-    """The same by class of traffic."""
+    """Returns the same by traffic class."""
     return {name: stats.waiting_s + stats.moving_s for name, stats in _C.group_stats_by_class().items()}
 
 
+def waiting_on_host_s() -> float:
+    """Returns the seconds in which this rank's thread has waited for peers, over all its open groups and
+    their companions, without the waits of a device's stream."""
+    return _C.waiting_on_host_s()
+
+
 def bytes_read(traffic_class: str) -> int:
-    """What this rank has read from its peers in that class of traffic, over all its open groups."""
+    """Returns the bytes that this rank has read from peers in that class, over all its open groups."""
     stats = _C.group_stats_by_class().get(traffic_class)
     return 0 if stats is None else stats.bytes
 
 
 def traffic() -> dict[str, Traffic]:
-    """The figures of this process by class of traffic ("tp", "cp", ...), over all its open groups."""
+    """Returns the figures of this process by traffic class ("tp", "cp", ...), over all its open groups."""
     read, sent = _C.group_stats_by_class(), _C.traffic()
     result = {}
     for name in sorted({*read, *sent}):
@@ -246,19 +251,19 @@ def traffic() -> dict[str, Traffic]:
 
 @dataclass(frozen=True)
 class Peer:
-    """What another rank has cost this one since the start. Seconds and bytes."""
+    """The costs of another rank for this one since the job began. Seconds and bytes."""
 
     waiting_s: float = 0.0
-    """In which this rank's thread waited for it."""
+    """Seconds in which this rank's thread waited for it."""
     bytes_sent: int = 0
-    """To it, on another host."""
+    """Bytes sent to it, on another host."""
     transfer_s: float = 0.0
-    """Of them, from leaving to being acknowledged, summed over chunks."""
+    """Seconds from leaving to being acknowledged, summed over chunks."""
 
 
 def peers() -> dict[tuple[str, int], Peer]:
-    """The figures of this process by class of traffic and rank of the job, over the process groups that there
-    are. A wait that is for several ranks at once, as in the backend's own collectives, is in none of them."""
+    """Returns the figures of this process by traffic class and rank of the job, over the process groups that
+    exist. A wait for several ranks at once, as in the backend's own collectives, is in none of them."""
     there = set(dist.distributed_c10d._world.pg_names.values())
     result: dict[tuple[str, int], Peer] = {}
     for (name, traffic_class, rank), figures in _C.peer_figures().items():
@@ -272,14 +277,14 @@ def peers() -> dict[tuple[str, int], Peer]:
 
 
 def _forget_when_destroyed(name: str) -> None:
-    """Who calls torch's API alone closes no group of ours: it ends with the process group of that name."""
+    """Makes the core forget a group that torch destroys: code that uses only torch never closes ours."""
     destroyed = weakref.finalize(process_group(name), _C.forget_destroyed_groups)
     destroyed.atexit = False  # core.py ends what is open then
 
 
 def _job_ranks(name: str, size: int) -> list[int]:
-    """Of the process group of that name, by rank in it: its ranks in torch's default group, which is the job.
-    Where torch does not know the group by these, it is a job of its own."""
+    """Returns the ranks of the process group of that name in torch's default group, which is the job, by rank
+    in it. A group that torch does not know by these is a job of its own."""
     ranks = dist.distributed_c10d._world.pg_group_ranks.get(process_group(name))
     return list(range(size)) if ranks is None else sorted(ranks, key=ranks.__getitem__)
 

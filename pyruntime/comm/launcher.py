@@ -1,4 +1,4 @@
-"""What launchers say of the process that they have started."""
+"""Reads what the launcher of this process has put into its environment."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ TASKS = {
 """Variables in which launchers say how many tasks they have started."""
 
 GRACE_S = 30.0
-"""Of torchrun, and of Slurm: between SIGTERM and SIGKILL, where nobody asked for another."""
+"""Seconds that torchrun and Slurm leave between SIGTERM and SIGKILL by default."""
 
 
 def grace_s(environment: Mapping[str, str]) -> float | None:
-    """Seconds that torchrun leaves its ranks between SIGTERM and SIGKILL; None where it has not started this
-    process."""
+    """Returns the seconds that torchrun leaves its ranks between SIGTERM and SIGKILL; None if it has not
+    started this process."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     asked = environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
@@ -24,8 +24,8 @@ def grace_s(environment: Mapping[str, str]) -> float | None:
 
 
 def check_launcher(environment: Mapping[str, str]) -> None:
-    """Raises ValueError where a launcher has started several tasks without torchrun's variables: each would
-    be a job of its own."""
+    """Raises ValueError if a launcher has started several tasks without torchrun's variables, so that each
+    would be a job of its own; or if these variables are incomplete or contradict each other."""
     if "RANK" in environment:
         if missing := [
             name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment

@@ -1,7 +1,7 @@
-"""What ranks tell each other in Python: JSON that is read by a type; no byte of a wire decides what is made.
+"""Encodes messages between ranks as JSON that is read by a type: no received byte decides what is made.
 
 A type is None, bool, int, float, str, a Path, a dataclass of such, or a list, tuple, dict or union (also
-Literal) of them. What is read is of that type or a ValueError; nothing is called but those types.
+Literal) of them. Reading gives a value of that type or a ValueError; nothing is called but those types.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Value = TypeVar("Value")
 
 
 def encode(value: object) -> bytes:
-    """Raises TypeError for what is none of those types."""
+    """Returns the value as bytes. Raises TypeError for any other type."""
     return json.dumps(_plain(value), separators=(",", ":")).encode()
 
 
 def decode(data: bytes, kind: type[Value]) -> Value:
-    """What encode() was given, of the type `kind`. Raises ValueError where the bytes are something else."""
+    """Returns what encode() got, of the type `kind`. Raises ValueError if the bytes are something else."""
     try:
         return _typed(json.loads(data), kind)
     except (RecursionError, UnicodeDecodeError) as error:
@@ -41,7 +41,7 @@ def _plain(value: object) -> Any:
             return [[_plain(key), _plain(each)] for key, each in value.items()]
     if dataclasses.is_dataclass(value):
         return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
-    raise TypeError(f"{type(value).__name__} is not told between ranks; see pyruntime/comm/messages.py.")
+    raise TypeError(f"{type(value).__name__} cannot be sent between ranks; see pyruntime/comm/messages.py.")
 
 
 def _typed(found: Any, kind: Any) -> Any:
@@ -65,25 +65,25 @@ def _typed(found: Any, kind: Any) -> Any:
             return _dataclass(found, kind)
     elif origin in (list, tuple, dict) and isinstance(found, list):
         return _collection(found, origin, arguments)
-    raise ValueError(f"it has {type(found).__name__} in the place of {kind}")
+    raise ValueError(f"it has {type(found).__name__}, and {kind} was expected")
 
 
 def _first_of(found: Any, kinds: tuple[Any, ...]) -> Any:
-    # As JSON an int is a float too, and a Path is text: the exact type comes first.
+    # In JSON an int is a float too, and a Path is text: the exact type comes first.
     exact = [kind for kind in kinds if type(found) is kind]
     for kind in (*exact, *kinds):
         try:
             return _typed(found, kind)
         except ValueError:
             continue
-    raise ValueError(f"it has {type(found).__name__} in the place of one of {kinds}")
+    raise ValueError(f"it has {type(found).__name__}, and one of {kinds} was expected")
 
 
 def _dataclass(found: dict[str, Any], kind: Any) -> Any:
     hints = typing.get_type_hints(kind)
     names = {each.name for each in dataclasses.fields(kind)}
     if found.keys() != names:
-        raise ValueError(f"it has {sorted(found.keys() ^ names)} too much or too little of {kind.__name__}")
+        raise ValueError(f"{kind.__name__} has missing or unknown fields {sorted(found.keys() ^ names)}")
     values = {name: _typed(each, hints[name]) for name, each in found.items()}
     own = {each.name for each in dataclasses.fields(kind) if each.init}
     return kind(**{name: value for name, value in values.items() if name in own})
@@ -93,10 +93,10 @@ def _collection(found: list[Any], origin: Any, arguments: tuple[Any, ...]) -> An
     if origin is dict:
         key, value = arguments
         if not all(isinstance(pair, list) and len(pair) == 2 for pair in found):
-            raise ValueError("it has no pairs in the place of a mapping")
+            raise ValueError("it has no pairs, and a mapping was expected")
         return {_typed(one, key): _typed(other, value) for one, other in found}
     if origin is tuple and arguments[-1:] != (Ellipsis,):
         if len(found) != len(arguments):
-            raise ValueError(f"it has {len(found)} values in the place of {len(arguments)}")
+            raise ValueError(f"it has {len(found)} values, and {len(arguments)} were expected")
         return tuple(_typed(each, kind) for each, kind in zip(found, arguments, strict=True))
     return origin(_typed(each, arguments[0]) for each in found)

@@ -1,8 +1,7 @@
-"""What parallelism and the trainer do, as ranges by name for who listens: torch.profiler, and tools of NVTX.
+"""Marks what parallelism and the trainer do as named ranges, for torch.profiler and tools of NVTX.
 
-NVIDIA Nsight Systems (`nsys profile`) and other tools of NVTX hear the domain "pyruntime", on CPUs and GPUs
-alike, through the package nvtx (the extra `nvtx`). While nobody listens a range costs less than a
-microsecond."""
+NVIDIA Nsight Systems (`nsys profile`) and other tools of NVTX see the domain "pyruntime", on CPUs and GPUs,
+through the package nvtx (the extra `nvtx`). While no tool listens, a range costs less than a microsecond."""
 
 from __future__ import annotations
 
@@ -18,19 +17,18 @@ NOTHING = contextlib.nullcontext()
 
 
 def marked(what: str, name: str = "") -> contextlib.AbstractContextManager:
-    """A range "WHAT NAME" while somebody listens."""
+    """Returns a range "WHAT NAME" if a tool listens."""
     return _range(f"{what} {name}".rstrip()) if is_heard() else NOTHING
 
 
 def is_heard() -> bool:
-    """Whether somebody listens to ranges."""
+    """Whether a tool listens to ranges."""
     return _profiler_enabled() or nvtx_domain() is not None
 
 
 @functools.cache
 def nvtx_domain() -> Any:
-    """The NVTX domain where a tool listens to it, else None: tools are there from a process's start on, or
-    never."""
+    """Returns the NVTX domain if a tool listens, which it does from a process's start or never; else None."""
     try:
         import nvtx
         from nvtx.nvtx import DummyDomain
@@ -41,21 +39,21 @@ def nvtx_domain() -> Any:
 
 
 class BackwardRanges:
-    """Ranges of a backward pass, one after the other: each from the moment when the gradient of a tensor is
-    complete until the next one begins, the last until the pass ends."""
+    """Ranges of a backward pass, one after the other. Each begins when the gradient of a tensor is complete
+    and ends when the next one begins; the last ends with the pass."""
 
     def __init__(self) -> None:
         self._open = contextlib.ExitStack()
         self._is_open = False
 
     def begin_at(self, tensor: torch.Tensor, label: str) -> None:
-        """The range `label` begins with the gradient of `tensor`, unless that has none."""
+        """Begins the range `label` with the gradient of `tensor`, if it has one."""
         if tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(lambda _: self._begin(label))
 
     def _begin(self, label: str) -> None:
         if not self._is_open:
-            # Called by the thread that takes the pass, to which ranges belong.
+            # Called by the thread that runs the pass; the ranges belong to it.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._end()
         self._is_open = True

@@ -1,13 +1,12 @@
-"""How the ranks of a job find each other: each start of a Runtime has a store without keys of earlier ones.
+"""Lets the ranks of a job find each other: each start of a Runtime has a store without keys of earlier ones.
 
-The connections to the job's store are made once and live as long as the process: where rank 0 serves it,
-others may still ask when rank 0 has closed its Runtime. The keys of a start begin with the run's id, a
+The connections to the job's store are made once and live as long as the process: if rank 0 serves it, others
+may still ask it when rank 0 has closed its Runtime. The keys of a start begin with the run's id, a
 generation, and the number of the start in that generation, which every rank counts for itself.
 
-The generation is the number of processes that have been rank 0, up to the present one. Rank 0 counts it, and
-the others ask rank 0 at each start, because what launchers on several hosts count
-(TORCHELASTIC_RESTART_COUNT) differs between them. Each question has its own answer, so that nobody takes the
-answer of a process that has ended.
+The generation is the number of processes that have been rank 0 so far. Rank 0 counts it, and the others ask
+rank 0 at each start, because what launchers on several hosts count (TORCHELASTIC_RESTART_COUNT) differs
+between them. Each question has its own answer, so that no rank takes the answer of a process that has ended.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ POLL_S = 0.01
 
 
 def open_store(deadline_s: float, groups: str) -> dist.Store:
-    """The store of this start of a Runtime, once all ranks of the job (WORLD_SIZE in the environment) are
-    there and watch each other. `groups` says which this rank is about to make.
+    """Returns the store of this start of a Runtime, once all ranks of the job (WORLD_SIZE in the environment)
+    are there and watch each other. `groups` says which groups this rank is about to make.
 
-    Raises CommTimeout where the store or a rank does not come within `deadline_s` seconds, PeerLost where one
-    has ended, and ValueError, on all ranks, where ranks make different groups.
+    Raises CommTimeout if the store or a rank does not come within `deadline_s` seconds, PeerLost if one has
+    ended, and ValueError, on all ranks, if ranks make different groups.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     doing = f"Start-up, rank {rank}"
@@ -72,16 +71,16 @@ def open_store(deadline_s: float, groups: str) -> dist.Store:
 
 
 def keep(name: str, value: str) -> None:
-    """Keeps `value` for the processes that torchrun starts in the place of this job's, where it is torchrun
-    that serves the job's store. Raises CommTimeout."""
+    """Keeps `value` for the processes that torchrun starts in place of this job's, if torchrun serves the
+    job's store. Raises CommTimeout."""
     if (store := _store_of_torchrun()) is not None:
         with _answering():
             store.set(f"{_run_id()}/kept/{name}", value)
 
 
 def kept(name: str) -> str:
-    """What processes that had the place of this job's before have kept under `name`; empty where there were
-    none, or they kept nothing. Raises CommTimeout."""
+    """Returns what earlier processes in the place of this job's have kept under `name`; empty if there were
+    none, or if they kept nothing. Raises CommTimeout."""
     if (store := _store_of_torchrun()) is None:
         return ""
     key = f"{_run_id()}/kept/{name}"
@@ -90,12 +89,12 @@ def kept(name: str) -> str:
 
 
 def _run_id() -> str:
-    """What all keys of a job begin with."""
+    """Returns what all keys of a job begin with."""
     return f"pyruntime/{os.environ.get('TORCHELASTIC_RUN_ID', '-')}"
 
 
 def _store_of_torchrun() -> dist.Store | None:
-    """The job's store, where it lives longer than the job's processes. Once `open_store` has connected."""
+    """Returns the job's store, after `open_store`, if it outlives the job's processes; else None."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or _serves(0):
         return None
     return _connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), False)[0]
@@ -113,7 +112,7 @@ def _answering() -> Iterator[None]:
 
 
 def _meet(rank: int, world_size: int, doing: str, deadline_s: float, groups: str) -> None:
-    """Rank 0 waits for all and compares what groups they make, the others wait for its word."""
+    """Lets rank 0 wait for all ranks and compare the groups they make; the others wait for its answer."""
     refusal = ""
     if rank == 0:
         for other in range(1, world_size):
@@ -126,7 +125,7 @@ def _meet(rank: int, world_size: int, doing: str, deadline_s: float, groups: str
         _C.tell_job("pyruntime/here/0", refusal, doing, deadline_s)
     else:
         _C.tell_job(f"pyruntime/here/{rank}", groups, doing, deadline_s)
-        # Rank 0 knows who is missing: its word comes first.
+        # Rank 0 knows which rank is missing, so its answer must come first.
         refusal = _C.hear_job("pyruntime/here/0", 0, doing, deadline_s + 1.0)
     if refusal:
         raise ValueError(refusal)
@@ -134,7 +133,7 @@ def _meet(rank: int, world_size: int, doing: str, deadline_s: float, groups: str
 
 @functools.cache
 def _generation(host: str, port: int, run: str, serves: bool) -> int:
-    """How many processes have been rank 0 of this run, this one included."""
+    """Returns how many processes have been rank 0 of this run, this one included."""
     return _connect(host, port, serves)[0].add(f"{run}/generations", 1)
 
 
@@ -149,12 +148,12 @@ def _answer(store: dist.Store, key: str, seconds: float) -> int:
 
 @contextlib.contextmanager
 def _answers(store: dist.Store, run: str, generation: int, prefix: str, world_size: int) -> Iterator[None]:
-    """Inside, rank 0 tells the generation to each rank that asks and has not come to this start yet."""
+    """While it is open, rank 0 tells the generation to each rank that asks and has not come to this start."""
     over = threading.Event()
 
     def work() -> None:
         answered = dict.fromkeys(range(1, world_size), 0)
-        with contextlib.suppress(dist.DistError):  # the main thread says what the store's loss means
+        with contextlib.suppress(dist.DistError):  # the main thread reports the loss of the store
             while answered and not over.wait(POLL_S):
                 for rank, before in list(answered.items()):
                     if store.check([f"{prefix}/pyruntime/here/{rank}"]):
@@ -178,8 +177,8 @@ def _serves(rank: int) -> bool:
 
 @functools.cache
 def _connect(host: str, port: int, serves: bool) -> tuple[dist.Store, dist.Store, dist.Store]:
-    """For the thread that starts a Runtime, for the one that watches, and for the one that answers."""
-    # multi_tenant: whoever calls init_process_group besides finds the same store.
+    """Returns connections for the threads that start a Runtime, that watch, and that answer."""
+    # multi_tenant: other code that calls init_process_group finds the same store.
     store = dist.TCPStore(
         host, port, None, serves, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=120)
     )
@@ -187,8 +186,8 @@ def _connect(host: str, port: int, serves: bool) -> tuple[dist.Store, dist.Store
 
 
 def _within(seconds: float, work: Callable[[], Result], too_late: str) -> Result:
-    """The result of `work`, which neither Ctrl-C nor a deadline could end by itself: in a thread that is left
-    to itself when the time is over."""
+    """Returns the result of `work`. Neither Ctrl-C nor a deadline could end it by itself, so it runs in a
+    thread, which is abandoned when the time is over."""
     outcome: Future[Result] = Future()
 
     def run() -> None:

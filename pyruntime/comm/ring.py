@@ -1,9 +1,8 @@
-"""Every rank sends to one neighbour in its group and receives from the other.
+"""Sends to one neighbour and receives from the other, on every rank of a group.
 
-What two neighbours exchange travels in a group of their own: through shared memory where both are on one
-host, otherwise over the group's c10d backend, in chunks and in the class of traffic of the ring. All ranks
-begin their sends edge by edge in one order, so that no wait can go round the ring. A ring of the other
-direction has edges of its own.
+What two neighbours exchange travels in a group of their own, in the traffic class of the ring. It uses shared
+memory if both are on one host, otherwise the group's c10d backend, in chunks. All ranks begin their sends
+edge by edge in one order, so that their waits form no cycle. A ring of the other direction has its own edges.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pyruntime.comm.groups import Group, group_rank, group_size
 
 
 class Ring:
-    """The ranks of a group in a ring, with the group's transport and deadline of this moment."""
+    """The ranks of a group in a ring, with the group's present transport and deadline."""
 
     def __init__(self, group: Group, traffic_class: str, agreement: int = 0, step: int = 1):
         """agreement: a number that must be the same on all ranks, or what they send raises ValueError.
@@ -35,11 +34,11 @@ class Ring:
     def shift(
         self, outgoing: int, incoming: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> Shift:
-        """Makes room for rows [outgoing, width] that leave here and [incoming, width] that come; either may
-        be 0: nothing travels on that edge. Its two ends call it alike; at most four may be open. The first
-        one of an edge is collective.
+        """Makes room for rows [outgoing, width] that leave here and [incoming, width] that arrive. Either may
+        be 0: nothing travels on that edge. Both ends of an edge call it alike; at most four may be open. The
+        first one of an edge is collective.
 
-        Raises CommTimeout where a neighbour still reads what went before, and PeerLost.
+        Raises CommTimeout if a neighbour still reads what went before, and PeerLost.
         """
         rows = {self._source: incoming, self.rank: outgoing}
         sends = {
@@ -52,27 +51,28 @@ class Ring:
 
 
 class Shift:
-    """A tensor on its way to a neighbour, and one on its way here; empty where there is none."""
+    """A tensor on its way to a neighbour, and one on its way here; empty if there is none."""
 
     def __init__(self, outgoing: _C.LineSend | None, incoming: _C.LineSend | None, empty: Tensor):
         self._outgoing, self._incoming, self._empty = outgoing, incoming, empty
         self.outgoing: Tensor = empty if outgoing is None else outgoing.memory()
-        """To be written before send()."""
+        """Memory to write before send()."""
 
     def send(self) -> None:
-        """The neighbour may have what was written."""
+        """Sends what was written to the neighbour."""
         if self._outgoing is not None:
             self._outgoing.publish()
             self._outgoing.finish()
 
     def receive(self) -> Tensor:
-        """What the other neighbour has sent, where it lies, until finish(). Raises CommTimeout, PeerLost."""
+        """Waits for what the other neighbour has sent, and returns it in place, until finish(). Raises
+        CommTimeout, PeerLost."""
         if self._incoming is None:
             return self._empty
         self._incoming.wait()
         return self._incoming.memory()
 
     def finish(self) -> None:
-        """It has been read."""
+        """Says that what was received has been read."""
         if self._incoming is not None:
             self._incoming.finish()

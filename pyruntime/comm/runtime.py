@@ -1,4 +1,4 @@
-"""The Runtime: owns the mesh and what its groups hold, from start to close."""
+"""The Runtime: owns the mesh and the resources of its groups, from start to close."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before a group is there: its functions keep the one of that moment
+import torch.distributed.nn.functional  # before a group exists: its functions keep the group of that moment
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime.comm import companions
@@ -36,18 +36,18 @@ from pyruntime.comm.rendezvous import open_store
 
 DEFAULT_DEADLINE_S = 120.0
 AXES = (("pp",), ("dp", "dp_replicate", "dp_shard"), ("cp",), ("tp", "tp_y"))
-"""Names of a mesh's dimensions, by the axis that they are of, as `PerAxis` has them."""
+"""Names of a mesh's dimensions, by the axis that they belong to, in the order of `PerAxis`."""
 
 
 class PerAxis(NamedTuple):
-    """A number for every axis of parallelism; ranks are counted with the last one fastest."""
+    """A number for every axis of parallelism; ranks are counted with the last axis fastest."""
 
     pp: int
     dp: int
     """Replicas included."""
     cp: int
     tp: int
-    """Both axes of tensor parallelism, where there are two."""
+    """Both axes of tensor parallelism, if there are two."""
 
 
 class Runtime:
@@ -59,6 +59,8 @@ class Runtime:
     Args:
         mesh: a DeviceMesh with named axes, one of them "tp".
         deadline_s: seconds that any wait on a peer may last before it raises CommTimeout.
+
+    Raises ValueError if the mesh has no axis "tp".
     """
 
     def __init__(self, mesh: DeviceMesh, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
@@ -67,7 +69,7 @@ class Runtime:
         self.mesh = mesh
         self.deadline_s = deadline_s
         self.device = _device_of(mesh)
-        """Where this rank computes."""
+        """The device on which this rank computes."""
         self.why_device = "the mesh's"
         self._owns_process_groups = False
         self._groups = [group_name(mesh[axis]) for axis in mesh.mesh_dim_names]
@@ -77,8 +79,8 @@ class Runtime:
             set_deadline(name, deadline_s)
         _C.set_symmetric_memory_deadline(float(deadline_s))
         self.places = _places(mesh)
-        """Where each rank of the job stands on the mesh, "tp 0, dp 1", by its number in the job; empty where
-        it is not in it, and where one axis has all ranks, whose numbers are these."""
+        """The place of each rank of the job on the mesh, "tp 0, dp 1", by its number in the job. Empty if the
+        rank is not in the mesh, or if one axis has all ranks, whose numbers are their places."""
         _C.set_coordinates(self.places)
 
     @classmethod
@@ -94,28 +96,27 @@ class Runtime:
         device: str = "cpu",
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> Runtime:
-        """Joins the job that torchrun describes in the environment, or makes a job of one process where it
-        does not.
+        """Joins the job that torchrun describes in the environment, or makes a job of one process without it.
 
-        tp: ranks in a tensor-parallel group, neighbours by rank; by default those that were started, divided
-            by the others.
+        tp: ranks in a tensor-parallel group, neighbours by rank; by default the started ranks divided by the
+            other axes.
         tp_y: ranks over which tensor parallelism cuts the residual stream's features
             (docs/explanation/primitives.md); these are then the neighbours, and the ranks of tp lie `tp_y`
             apart.
         dp: ranks in a data-parallel group.
-        dp_replicate: how many groups of them hold everything once.
+        dp_replicate: the number of parts of that group that each hold everything once.
         cp: ranks in a context-parallel group.
         pp: ranks in a pipeline.
-        device: "cpu", "cuda" (the GPU of this rank's LOCAL_RANK), or "auto": a GPU where every rank of the
-            host has one, else the CPU. On GPUs the process groups talk through NCCL for tensors there and
-            through Gloo for those on the CPU; through Gloo alone where ranks share a GPU.
+        device: "cpu", "cuda" (the GPU of this rank's LOCAL_RANK), or "auto": a GPU if every rank of the host
+            has one, else the CPU. On GPUs the process groups use NCCL for tensors there and Gloo for those on
+            the CPU; only Gloo if ranks share a GPU.
 
-        The mesh is (tp), (dp, tp), or (dp_replicate, dp_shard, tp), with cp before tp, tp_y behind it and pp
-        before all where they are above 1.
-        May be called again once the Runtime is closed, on all ranks. Raises ValueError when the axes do not
-        make up the world size or are others on another rank, there is no such device, or a launcher has
-        started several tasks without torchrun's variables; CommTimeout when the other ranks do not come,
-        PeerLost when one has ended.
+        The mesh is (tp), (dp, tp), or (dp_replicate, dp_shard, tp). Axes above 1 are added: cp before tp,
+        tp_y behind it and pp before all. May be called again once the Runtime is closed, on all ranks.
+
+        Raises ValueError if the axes do not make up the world size or differ on another rank, there is no
+        such device, or torch.distributed is initialized already. Also if a launcher has started several tasks
+        without torchrun's variables. Raises CommTimeout if other ranks do not come, PeerLost if one ended.
         """
         if dist.is_initialized():
             raise ValueError(
@@ -135,8 +136,8 @@ class Runtime:
                 f"--nproc-per-node {tp * others}) or leave tp out, and let dp_replicate divide dp."
             )
         placement = place(device, Host.here())
-        if placement.device.type == "cuda":
-            torch.cuda.set_device(placement.device)
+        if placement.device.type != "cpu":
+            torch.accelerator.set_device_index(placement.device)
         data = (
             {"dp_replicate": dp_replicate, "dp_shard": dp // dp_replicate} if dp_replicate > 1 else {"dp": dp}
         )
@@ -155,9 +156,9 @@ class Runtime:
 
     @functools.cached_property
     def _grid(self) -> torch.Tensor:
-        """Where each rank stands in the mesh: its rank among all of it, [pp, dp, cp, tp].
+        """The ranks of the mesh by their places on its axes, [pp, dp, cp, tp].
 
-        Raises ValueError where the mesh has a dimension of another name.
+        Raises ValueError if the mesh has a dimension of another name.
         """
         mesh, names = self.mesh, list(self.mesh.mesh_dim_names or ())
         known = [[name for name in names if name in of_axis] for of_axis in AXES]
@@ -173,7 +174,7 @@ class Runtime:
 
     @property
     def sizes(self) -> PerAxis:
-        """Ranks on every axis: 1 where the mesh has none of that name."""
+        """Ranks on every axis; 1 if the mesh has none of that name."""
         return PerAxis(*self._grid.shape)
 
     @functools.cached_property
@@ -188,7 +189,7 @@ class Runtime:
 
     @property
     def tp(self) -> Axis:
-        """The tensor-parallel axis; of two the first, x."""
+        """The tensor-parallel axis; of two axes the first, x."""
         return self._axis("tp")
 
     @property
@@ -198,7 +199,7 @@ class Runtime:
 
     @property
     def tp_grid(self) -> DeviceMesh:
-        """What models and layers are cut over: the mesh (tp), or that of both axes (tp, tp_y)."""
+        """The mesh that models and layers are cut over: (tp), or with both axes (tp, tp_y)."""
         return self.mesh["tp"] if self.tp_y.mesh is None else self.mesh["tp", "tp_y"]
 
     @property
@@ -214,7 +215,7 @@ class Runtime:
 
     @property
     def pp(self) -> Axis:
-        """The pipeline's axis."""
+        """The pipeline-parallel axis."""
         return self._axis("pp")
 
     def _axis(self, name: str) -> Axis:
@@ -222,9 +223,9 @@ class Runtime:
 
     @functools.cached_property
     def replicas(self) -> Axis:
-        """The ranks over which gradients are reduced: those of `dp`, each rank of its last dimension with its
-        ranks of `cp`. With both, of a mesh that was made elsewhere, the first call is
-        collective over all ranks."""
+        """The ranks over which gradients are reduced: those of `dp`, where each rank of the last dimension
+        stands for its ranks of `cp`. If a mesh that was made elsewhere has both, the first call is collective
+        over all ranks."""
         if self.dp.mesh is None or self.cp.mesh is None:
             return Axis("replicas", self.cp.mesh if self.dp.mesh is None else self.dp.mesh)
         with named_failures(self.world, "Making the groups of dp and cp"):
@@ -237,7 +238,7 @@ class Runtime:
         return Axis("replicas", merged)
 
     def by_axes(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of all ranks [world, ...], by the axes of the mesh: [pp, dp, cp, tp, ...]."""
+        """Arranges values of all ranks [world, ...] by the axes of the mesh: [pp, dp, cp, tp, ...]."""
         return values[self._grid]
 
     @property
@@ -247,34 +248,34 @@ class Runtime:
 
     @property
     def tp_size(self) -> int:
-        """Ranks in the tensor-parallel group, of two axes the first."""
+        """Ranks in the tensor-parallel group; of two axes, in the first."""
         return self.tp.size
 
     def exposed_by_axis(self) -> dict[str, float]:
-        """Seconds in which this rank has done nothing but wait for peers, copy and sum, over all its open
-        groups and their companions, by class of traffic: "tp", "cp", "pp", "dp", "checkpoint". What all ranks
-        of several axes tell each other is "all". They add up to `comm.exposed_s()`."""
+        """Returns the seconds in which this rank has done nothing but wait for peers, copy and sum, over all
+        its open groups and their companions, by traffic class: "tp", "cp", "pp", "dp", "checkpoint".
+        Exchanges among all ranks of several axes are "all". The values add up to `comm.exposed_s()`."""
         seconds = exposed_by_class()
         if self.mesh.ndim > 1:
-            # The group of all ranks belongs to no axis, and is in the class that a group has by default.
+            # The group of all ranks belongs to no axis; its class is the default one, tp.
             own = stats(self.world)
             seconds["all"] = own.waiting_s + own.moving_s
             seconds["tp"] = max(0.0, seconds.get("tp", 0.0) - seconds["all"])
         return seconds
 
     def stats(self) -> _C.CommStats:
-        """Cumulative communication figures of the tensor-parallel group on this rank."""
+        """Returns cumulative communication figures of the tensor-parallel group on this rank."""
         return stats(self.tp)
 
     def close(self) -> None:
-        """May be called again. Frees the workspaces; ends the process groups too where start() made them."""
+        """Frees the workspaces, and ends the process groups if start() made them. May be called again."""
         for name in self._groups:
             companions.forget(name)
             _C.close_group(name)
         if self._owns_process_groups and dist.is_initialized():
             _leave_job()
-            # DTensor's caches keep the mesh, and it the groups. Were they not freed, gloo's threads would go
-            # on, and one that frees a tensor while Python ends aborts the process.
+            # DTensor's caches keep the mesh, and the mesh the groups. If these were not freed, gloo's threads
+            # would go on, and one that frees a tensor while Python ends aborts the process.
             getattr(self.mesh._get_root_mesh(), "_pg_registry", {}).clear()
 
     def __enter__(self) -> Runtime:
@@ -282,7 +283,7 @@ class Runtime:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         try:
-            if error is not None and not isinstance(error, Exception):  # a signal, as a rule
+            if error is not None and not isinstance(error, Exception):  # usually a signal
                 raise_for_ended(f"{job_rank_name(dist.get_rank())} was asked to stop")
         finally:
             self.close()
@@ -302,7 +303,7 @@ def _init_process_groups(backend: str, deadline_s: float, axes: Mapping[str, int
 
 @contextlib.contextmanager
 def _named_failures(world_size: int, deadline_s: float) -> Iterator[None]:
-    """Start-up is undone where it fails, and torch's own error names the rank that is missing."""
+    """Undoes start-up if it fails, and names the missing rank in place of torch's own error."""
     try:
         yield
     except BaseException as error:
@@ -338,9 +339,9 @@ def _places(mesh: DeviceMesh) -> list[str]:
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def _make_mesh(
@@ -350,9 +351,9 @@ def _make_mesh(
     known: Mapping[str, dist.ProcessGroup],
     deadline_s: float,
 ) -> DeviceMesh:
-    """A mesh of the job's `ranks`, with the groups that are `known` by their dimension, and others made now,
-    collectively. `deadline_s` bounds that, and torch's collectives over them later: in groups that torch
-    makes for a mesh they wait for 30 minutes."""
+    """Makes a mesh of the job's `ranks`, with the groups that are `known` by their dimension, and others made
+    now, collectively. `deadline_s` bounds that, and torch's later collectives over them. In groups that torch
+    makes for a mesh these would wait for 30 minutes."""
     if ranks.ndim == 1 and ranks.numel() == dist.get_world_size():
         return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=names)
     groups = []
@@ -366,9 +367,9 @@ def _make_mesh(
 
 
 def merge_context(mesh: DeviceMesh, deadline_s: float) -> DeviceMesh:
-    """Of a mesh with axes (.., dp, cp, ..) the mesh (dp_cp) of this rank's pipeline stage and tensor-parallel
-    place, or with dp_replicate and dp_shard (dp_replicate, dp_shard_cp). Collective when it is first asked
-    for, of that mesh, and bounded by `deadline_s`.
+    """Returns for a mesh with axes (.., dp, cp, ..) the mesh (dp_cp) of this rank's pipeline stage and
+    tensor-parallel place; with dp_replicate and dp_shard, (dp_replicate, dp_shard_cp). The first call for a
+    mesh is collective, and bounded by `deadline_s`.
 
     Raises ValueError unless cp follows the last data-parallel axis.
     """

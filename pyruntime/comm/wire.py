@@ -1,6 +1,6 @@
-"""What rows travel as: as they are, or rounded to fewer bytes.
+"""The format in which rows travel: as they are, or rounded to fewer bytes.
 
-Rounding a row again changes nothing, so what has travelled once may go on from rank to rank.
+Rounding a row again changes nothing, so a row that has travelled may go on from rank to rank.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from pyruntime.comm.core import _C
 
 @dataclass(frozen=True)
 class Wire:
-    """How rows [*, width] of `dtype` travel.
+    """The format in which rows [*, width] of `dtype` travel.
 
-    Raises ValueError for a format that there is not, and for tensors that it cannot round.
+    Raises ValueError for a format that does not exist, for tensors that it cannot round, and for "fp8" on a
+    device without its kernels.
     """
 
     format: WireFormat
@@ -30,12 +31,13 @@ class Wire:
         check_value("format", self.format, values(WireFormat))
         if self.format == "same":
             return
-        floats = (torch.float32, torch.bfloat16, torch.float16)
-        if self.dtype not in floats or torch.device(self.device).type != "cpu":
+        if self.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
-                f"format={self.format!r} rounds float32, bfloat16 and float16 on the CPU, and rows are "
-                f'{self.dtype} on {self.device}; use "same".'
+                f"format={self.format!r} rounds float32, bfloat16 and float16, but rows are {self.dtype}; "
+                'use "same".'
             )
+        if self.format == "fp8" and (reason := _C.why_no_compression(str(self.device))):
+            raise ValueError(f'format="fp8" cannot round rows on {self.device}: {reason}; or use "bf16".')
 
     @property
     def travels_as(self) -> torch.dtype:
@@ -47,33 +49,33 @@ class Wire:
         return _C.fp8_bytes(self.width) if self.format == "fp8" else self.width
 
     def write(self, rows: Tensor, to: Tensor) -> None:
-        """to [n, travelling_width] = rows [n, width] as they travel."""
+        """Writes rows [n, width] as they travel into `to` [n, travelling_width]."""
         if self.format == "fp8":
             _C.pack_fp8(rows.contiguous(), to)
         else:
             to.copy_(rows)
 
     def read(self, travelled: Tensor, out: Tensor) -> None:
-        """out [n, width] = what was written as `travelled`."""
+        """Reads rows that have `travelled` into `out` [n, width]."""
         if self.format == "fp8":
             _C.unpack_fp8(travelled.contiguous(), out)
         else:
             out.copy_(travelled)
 
     def packed(self, x: Tensor) -> Tensor:
-        """x [..., width] as it travels, [..., travelling_width]; itself where that is as it is."""
+        """Returns x [..., width] as it travels, [..., travelling_width]; x itself for the format "same"."""
         if self.format == "same":
             return x
         rows = x.reshape(-1, self.width)
-        travelled = torch.empty(len(rows), self.travelling_width, dtype=self.travels_as)
+        travelled = torch.empty(len(rows), self.travelling_width, dtype=self.travels_as, device=x.device)
         self.write(rows, travelled)
         return travelled.view(*x.shape[:-1], self.travelling_width)
 
     def unpacked(self, travelled: Tensor) -> Tensor:
-        """The inverse of packed(), of the dtype."""
+        """Returns the rows that were packed(), in their dtype."""
         if self.format == "same":
             return travelled
         rows = travelled.reshape(-1, self.travelling_width)
-        out = torch.empty(len(rows), self.width, dtype=self.dtype)
+        out = torch.empty(len(rows), self.width, dtype=self.dtype, device=rows.device)
         self.read(rows, out)
         return out.view(*travelled.shape[:-1], self.width)

@@ -1,4 +1,4 @@
-"""All ranks of a context must call attention alike: what would otherwise be garbage is an error."""
+"""Checks that all ranks of a context call attention alike; different arguments would give wrong results."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pyruntime.context.mask import Mask
 
 
 def agree(variant: str, q: Tensor, k: Tensor, group: str, mask: Mask, scale: float) -> int:
-    """A digest of all that the ranks must have in common, 1 or more.
+    """Returns a digest, 1 or more, of the arguments that must be the same on all ranks.
 
-    The ring compares it with what it sends. The other variants compare it once, by a small all-gather. Raises
-    ValueError on all ranks where it differs.
+    The ring sends it along and compares it. The other variants compare it once, by a small all-gather, and
+    raise ValueError on all ranks if it differs.
     """
     said = f"{variant} {scale!r} {tuple(q.shape)} {tuple(k.shape)} {q.dtype} {mask.digest}"
     digest = 1 + zlib.crc32(said.encode())
@@ -32,7 +32,7 @@ def agree(variant: str, q: Tensor, k: Tensor, group: str, mask: Mask, scale: flo
         names = ", ".join(rank_name(own, rank) for rank in others)
         raise ValueError(
             f"ring_attention: the ranks of group '{group}' disagree: {rank_name(own, own.rank())} was called "
-            f"with {said}, and {names} with something else; call it alike on all."
+            f"with {said}, but {names} with other arguments; pass the same on all ranks."
         )
     known.agreed.add(digest)
     return digest

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut over ranks."""
+"""Attention over a sequence that is cut over ranks, as an op."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ def ring_attention(
     variant: str = "ring",
     wire: WireFormat = "same",
 ) -> Tensor:
-    """softmax(scale q k^T + mask) v over the sequence of all ranks -> [B, n, H, d], of q's dtype.
+    """softmax(scale q k^T + mask) v over the sequence of all ranks; returns [B, n, H, d] in q's dtype.
 
     Exact: no approximation, and all sums in fp32 (fp64 for fp64). Differentiable in q, k and v; an op for
-    `torch.compile`. Every rank of the group calls it alike.
+    `torch.compile`. Every rank of the group calls it with the same settings.
 
     Args:
-        q: [B, n, H, d], of this rank's tokens as `layout` deals them out (`positions` says which they are):
-            of all S/P, or of the last n. float32, bfloat16, float16 or float64.
+        q: [B, n, H, d], queries of this rank's tokens in `layout` (see `positions`): of all S/P tokens, or of
+            the last n. float32, bfloat16, float16 or float64.
         k: [B, S/P, G, d]; G divides H, and query heads h H/G ... share key head h.
         v: as k.
         group: the P ranks that the sequence is cut over.
-        causal: a query sees the keys up to its own place in the sequence.
-        layout: "contiguous", "zigzag", "striped", or "balanced", by the work of the documents.
-        document_ids: integers [B, S] or [S], of the whole sequence in its order, the same on every rank: a
-            query sees only keys of its own document, a document being a run of one id.
-        scale: of the scores; 1 / sqrt(d) by default.
-        variant: "ring", "all_gather_kv", "ulysses" (see `pyruntime.context.variants`), or "auto", which is
-            the ring: wherever they were measured it was the fastest (docs/figures/results.md).
-        wire: of the ring, what K and V are rounded to, this rank's own alike: then it is exact attention to
-            the rounded ones, whose gradients are taken for those of k and v. "same", "bf16" or "fp8"
-            (pyruntime/comm/wire.py).
+        causal: a query sees only the keys up to its own place in the sequence.
+        layout: "contiguous", "zigzag", "striped", or "balanced" by the work of the documents.
+        document_ids: integers [B, S] or [S] for the whole sequence in its order, the same on every rank. A
+            query sees only keys of its own document; a document is a run of one id.
+        scale: factor of the scores; 1 / sqrt(d) by default.
+        variant: "ring", "all_gather_kv", "ulysses" (see `pyruntime.context.variants`), or "auto", which takes
+            the ring: in all measurements it was the fastest (docs/figures/results.md).
+        wire: only for the ring: the format that K and V are rounded to, this rank's included. The result is
+            exact attention to the rounded values; their gradients are returned for k and v. "same", "bf16"
+            or "fp8" (pyruntime/comm/wire.py).
 
     Raises ValueError for shapes that do not fit or that the layout cannot cut, TypeError for dtypes;
-    CommTimeout or PeerLost where a rank does not come.
+    CommTimeout or PeerLost if a rank does not answer.
 
     Source: Liu et al. 2023 (arXiv 2310.01889); merge of blocks as in FlashAttention-2 (arXiv 2307.08691).
     """
@@ -64,7 +64,7 @@ def ring_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     variant = "ring" if variant == "auto" else variant
     if wire != "same" and variant != "ring":
-        raise ValueError(f'wire="{wire}" is of the ring, and variant="{variant}"; leave one of them out.')
+        raise ValueError(f'wire="{wire}" is only for variant="ring", not for "{variant}"; use wire="same".')
     out, _, _ = torch.ops.pyruntime.ring_attention(
         q, k, v, document_ids, name, causal, layout, scale, variant, wire
     )
@@ -80,13 +80,13 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if q.shape[1] > k.shape[1] or (q.shape[1] == 0 and k.shape[1] > 0):
         raise ValueError(
-            f"ring_attention: {shapes}; queries are of as many tokens as keys, or of 1 or more of the last."
+            f"ring_attention: {shapes}; q must have as many tokens as k, or only 1 or more of the last ones."
         )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(f"ring_attention: {shapes}; the number of key/value heads must divide q's heads.")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(
-            f"ring_attention: q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; cast them alike."
+            f"ring_attention: q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; cast them to one dtype."
         )
     if q.dtype not in DTYPES:
         raise TypeError(
@@ -101,21 +101,21 @@ def _check(
 ) -> None:
     if variant == "ulysses" and k.shape[2] % ranks:
         raise ValueError(
-            f'variant="ulysses" deals out heads, and {ranks} ranks do not divide {k.shape[2]} key/value '
-            'heads; use "ring" or "all_gather_kv".'
+            f'variant="ulysses" splits heads over ranks, but {ranks} ranks do not divide {k.shape[2]} '
+            'key/value heads; use "ring" or "all_gather_kv".'
         )
     seq = k.shape[1] * ranks
     check_layout(layout, seq, ranks)
     if layout == "balanced" and document_ids is None:
         raise ValueError(
-            'layout="balanced" deals out the work of documents; pass document_ids, or use "zigzag".'
+            'layout="balanced" balances the work of documents; pass document_ids, or use "zigzag".'
         )
     if document_ids is None:
         return
     if document_ids.shape not in ((seq,), (q.shape[0], seq)) or document_ids.is_floating_point():
         raise ValueError(
             f"document_ids are {document_ids.dtype} of shape {list(document_ids.shape)}; they must be "
-            f"integers [{q.shape[0]}, {seq}] or [{seq}], of the whole sequence."
+            f"integers [{q.shape[0]}, {seq}] or [{seq}], for the whole sequence."
         )
 
 
@@ -198,4 +198,4 @@ _op.register_autograd(_differentiate, setup_context=_save)
 
 def _mask(q: Tensor, k: Tensor, document_ids: Tensor | None, group: str, causal: bool, layout: str):
     ranks, seq = group_size(group), k.shape[1] * group_size(group)
-    return mask_of(layout, seq, ranks, group_rank(group), causal, document_ids, q.shape[1])
+    return mask_of(layout, seq, ranks, group_rank(group), causal, document_ids, q.shape[1], q.device)

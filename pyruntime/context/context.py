@@ -1,9 +1,10 @@
-"""How a model's sequences are cut over ranks."""
+"""The context of a model: the ranks that share its sequences, and how these are cut."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from pyruntime import ops
@@ -15,12 +16,11 @@ from pyruntime.context.layouts import check_layout, positions, take_shard
 
 @dataclass(frozen=True)
 class Context:
-    """The ranks that share a sequence, and which of its tokens each holds.
+    """The ranks that share a sequence, and the layout of its tokens.
 
-    group: of the ranks. layout, variant, wire: as `ring_attention` takes them; the layout is one that needs
-    no documents.
+    group: the ranks. layout, variant, wire: as in `ring_attention`, but no layout that needs documents.
 
-    Raises ValueError for another layout or variant. Every rank of the group makes one alike.
+    Raises ValueError for another layout or variant. Every rank of the group makes the same context.
     """
 
     group: Group
@@ -41,16 +41,16 @@ class Context:
         """Raises ValueError unless sequences of `seq` tokens can be cut."""
         check_layout(self.layout, seq, self.size)
 
-    def positions(self, seq: int) -> Tensor:
-        """Places [seq / size] in the sequence of this rank's tokens, int64."""
-        return positions(self.layout, seq, self.size)[self.rank]
+    def positions(self, seq: int, device: torch.device | str = "cpu") -> Tensor:
+        """Returns the places of this rank's tokens in the sequence, int64 [seq / size]."""
+        return positions(self.layout, seq, self.size, device=device)[self.rank]
 
     def shard(self, tokens: Tensor) -> Tensor:
-        """This rank's part [B, S / size, ...] of [B, S, ...]."""
+        """Returns this rank's part [B, S / size, ...] of `tokens` [B, S, ...]."""
         return take_shard(tokens, self.layout, self.size, self.rank)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """Causal attention over the whole sequence, in each document; see `ring_attention`."""
+        """Causal attention over the whole sequence, within each document; see `ring_attention`."""
         return ring_attention(
             q,
             k,
@@ -63,19 +63,19 @@ class Context:
         )
 
     def of_first(self, tokens: int, share: int) -> Context:
-        """How the beginning of a sequence is cut over the ranks: the first `tokens` of each one's `share`.
-        Raises ValueError where these are no beginning."""
+        """Returns the context of the beginning of a sequence that consists of the first `tokens` of each
+        rank's `share`. Raises ValueError if these are not a beginning of the sequence."""
         if self.size == 1 or self.layout == "striped" or tokens == share:
             return self
         if self.layout == "zigzag" and 2 * tokens == share:  # the early chunks
             return replace(self, layout="contiguous")
         raise ValueError(
             f"The first {tokens} of every rank's {share} tokens are no beginning of a sequence that the "
-            f"{self.layout} layout cuts over {self.size} ranks; use the striped one."
+            f"{self.layout} layout cuts over {self.size} ranks; use layout='striped'."
         )
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over the ranks of a small x, the same on each of them; no gradient."""
+        """Returns the sum of a small x over the ranks, the same on each of them; no gradient."""
         if self.size == 1:
             return x
         return ops.all_gather_stats(x, companion(self.group, "cp").name).sum(0)

@@ -1,13 +1,13 @@
-"""Which tokens of a sequence each rank holds, and which keys a query sees among another rank's.
+"""Layouts of context parallelism: the tokens that each rank has, and the keys that a query sees among them.
 
-Every layout gives each rank as many tokens, in the order of their places in the sequence; so whatever the
-layout, the keys that a query sees among one rank's tokens, causal or not, in its document or in all, are a
-run. With P = 4 ranks and 16 tokens::
+Every layout gives all ranks the same number of tokens, in the order of the sequence. So in every layout the
+keys that a query sees among one rank's tokens are one run, with and without causal mask and documents. With
+P = 4 ranks and 16 tokens::
 
     contiguous   0000 1111 2222 3333     rank 3 computes seven times what rank 0 does under a causal mask
     zigzag       0011 2233 3322 1100     equal work: rank r has chunks r and 2 P - 1 - r
-    striped      0123 0123 0123 0123     nearly equal, and nearly so where documents are short
-    balanced     by the work of `document_ids`: chunks are dealt out, the costliest first
+    striped      0123 0123 0123 0123     nearly equal work, also with short documents
+    balanced     by the work of `document_ids`: chunks are assigned one by one, the costliest first
 
 Sources: arXiv 2310.01889 (ring attention), 2311.09431 (striped), zhuzilin/ring-flash-attention (zigzag).
 """
@@ -23,50 +23,57 @@ from pyruntime.choices import ContextLayout, check_value, values
 
 LAYOUTS = (*values(ContextLayout), "balanced")
 MOST_CHUNKS = 16
-"""Of a rank, in the balanced layout."""
+"""Limit on the chunks of a rank in the balanced layout."""
 LEAST_CHUNK = 64
-"""Tokens of a chunk of the balanced layout, where the sequence is that long: a block of queries."""
+"""Least tokens of a chunk in the balanced layout, if the sequence is long enough: a block of queries."""
 
 
 def check_layout(layout: str, seq: int, ranks: int) -> None:
-    """Raises ValueError unless `layout` cuts `seq` tokens over so many ranks."""
+    """Raises ValueError unless `layout` can cut `seq` tokens over `ranks` ranks."""
     check_value("layout", layout, LAYOUTS)
     unit = ranks * (2 if layout == "zigzag" and ranks > 1 else 1)
     if seq % unit:
         raise ValueError(
-            f"The {layout} layout over {ranks} ranks cuts a sequence into {unit} equal parts, and {seq} "
+            f"The {layout} layout over {ranks} ranks cuts a sequence into {unit} equal parts, but {seq} "
             f"tokens do not divide by {unit}; pad the sequence to {-(-seq // unit) * unit} tokens."
         )
 
 
-def positions(layout: str, seq: int, ranks: int, document_ids: Tensor | None = None) -> Tensor:
-    """Places in the sequence of each rank's tokens, [ranks, seq / ranks] int64, ascending.
+def positions(
+    layout: str,
+    seq: int,
+    ranks: int,
+    document_ids: Tensor | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Returns the places of each rank's tokens in the sequence, int64 [ranks, seq / ranks], ascending.
 
     document_ids: for the balanced layout, [seq] or [B, seq]; see `ring_attention`. The same on every rank.
+    device: where they are made; the balanced layout's, which are computed on the host, are copied.
 
-    Raises ValueError where the layout does not cut the sequence, or is balanced without documents.
+    Raises ValueError if the layout cannot cut the sequence, or is balanced without documents.
     """
     check_layout(layout, seq, ranks)
     if layout != "balanced":
-        return _positions(layout, seq, ranks)
+        return _positions(layout, seq, ranks, torch.device(device))
     if document_ids is None:
         raise ValueError(
-            'layout="balanced" deals out the work of documents; pass document_ids, or use "zigzag".'
+            'layout="balanced" balances the work of documents; pass document_ids, or use "zigzag".'
         )
-    return _balanced(document_ids, ranks)
+    return _balanced(document_ids, ranks).to(device)
 
 
 def take_shard(
     tokens: Tensor, layout: str, ranks: int, rank: int, document_ids: Tensor | None = None
 ) -> Tensor:
-    """Rank `rank`'s part [B, S / ranks, ...] of what all tokens have, [B, S, ...]."""
+    """Returns the part [B, S / ranks, ...] of `tokens` [B, S, ...] that belongs to `rank`."""
     places = positions(layout, tokens.shape[1], ranks, document_ids)[rank]
     return tokens.index_select(1, places.to(tokens.device))
 
 
 @lru_cache(maxsize=64)
-def _positions(layout: str, seq: int, ranks: int) -> Tensor:
-    places = torch.arange(seq)
+def _positions(layout: str, seq: int, ranks: int, device: torch.device) -> Tensor:
+    places = torch.arange(seq, device=device)
     if layout == "contiguous" or ranks == 1:
         return places.view(ranks, -1)
     if layout == "striped":
@@ -76,7 +83,7 @@ def _positions(layout: str, seq: int, ranks: int) -> Tensor:
 
 
 def _balanced(document_ids: Tensor, ranks: int) -> Tensor:
-    """Longest processing time first, with as many chunks for every rank."""
+    """Assigns chunks by longest processing time first, the same number to every rank."""
     starts, _ = document_bounds(document_ids)
     seq = starts.shape[1]
     share = seq // ranks
@@ -95,7 +102,7 @@ def _balanced(document_ids: Tensor, ranks: int) -> Tensor:
 
 
 def document_bounds(document_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each token's document begins and ends, both [B, seq] int64, from ids [B, seq] or [seq]: a
+    """Returns where each token's document begins and ends, both int64 [B, seq], for ids [B, seq] or [seq]. A
     document is a run of one id."""
     ids = document_ids.reshape(-1, document_ids.shape[-1]).cpu()
     places = torch.arange(ids.shape[1]).expand(ids.shape)
@@ -111,7 +118,7 @@ def document_bounds(document_ids: Tensor) -> tuple[Tensor, Tensor]:
 def visible_keys(
     queries: Tensor, keys: Tensor, causal: bool, bounds: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """The run of keys that each query sees, (begin, end) [B or 1, queries] int32.
+    """Returns the run of keys that each query sees, (begin, end), int32 [B or 1, queries] each.
 
     queries, keys: their places in the sequence, ascending. bounds: `document_bounds` of all tokens.
     """

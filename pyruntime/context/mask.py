@@ -1,4 +1,4 @@
-"""Which keys of each rank this rank's queries see, worked out once for a sequence."""
+"""Computes, once for a sequence, which keys of each rank this rank's queries see."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pyruntime.comm.devices import put
 from pyruntime.context.layouts import document_bounds, positions, visible_keys
 from pyruntime.context.ways import Way, ways
 
+CPU = torch.device("cpu")
 Run = tuple[Tensor, Tensor]
 """(begin, end) of the keys that each query sees, [B or 1, queries] int32."""
 
 
 class Mask:
-    """What rank `rank` of `ranks` sees of a sequence of `seq` tokens. queries: how many tokens of each rank,
-    its last ones, are queries."""
+    """The keys that rank `rank` of `ranks` sees in a sequence of `seq` tokens. queries: number of tokens of
+    each rank, its last ones, that are queries. device: where tables go, once, that attention there reads."""
 
     def __init__(
         self,
@@ -28,40 +30,44 @@ class Mask:
         rank: int,
         causal: bool,
         queries: int,
+        device: torch.device,
         document_ids: Tensor | None,
     ):
+        self._device = device
         self._causal = causal
         documents = b"" if document_ids is None else document_ids.cpu().contiguous().numpy().tobytes()
         self.digest = zlib.crc32(f"{layout} {seq} {causal}".encode() + documents)
-        """Of the arguments that are the same on every rank."""
+        """Digest of the arguments that are the same on every rank."""
         self._bounds = None if document_ids is None else document_bounds(document_ids)
         self.positions = positions(layout, seq, ranks, document_ids)
-        """Of the keys."""
+        """Places of the keys, [ranks, seq / ranks]."""
         self._queries_of_ranks = self.positions[:, self.positions.shape[1] - queries :]
         self._queries = self._queries_of_ranks[rank]
         self._of_rank: dict[int, Run] = {}
         self._whole: dict[bool, Run] = {}
 
     def of_rank(self, rank: int) -> Run:
-        """What this rank's queries see of that rank's keys."""
+        """Returns the keys of `rank` that this rank's queries see."""
         if rank not in self._of_rank:
-            self._of_rank[rank] = visible_keys(
-                self._queries, self.positions[rank], self._causal, self._bounds
-            )
+            self._of_rank[rank] = self._there(self._queries, self.positions[rank])
         return self._of_rank[rank]
 
     def of_sequence(self, *, all_queries: bool = False) -> Run:
-        """What this rank's queries, or those of all ranks in order, see of all keys in the order of the
-        sequence."""
+        """Returns the keys of the whole sequence, in its order, that this rank's queries see; all_queries:
+        that the queries of all ranks, in the order of the sequence, see."""
         if all_queries not in self._whole:
             everything = torch.arange(self.positions.numel())
             queries = self._queries_of_ranks.flatten().sort().values if all_queries else self._queries
-            self._whole[all_queries] = visible_keys(queries, everything, self._causal, self._bounds)
+            self._whole[all_queries] = self._there(queries, everything)
         return self._whole[all_queries]
+
+    def _there(self, queries: Tensor, keys: Tensor) -> Run:
+        begin, end = visible_keys(queries, keys, self._causal, self._bounds)
+        return put(begin, self._device), put(end, self._device)
 
     @cached_property
     def ways(self) -> tuple[Way, ...]:
-        """How the keys of all ranks go round, the same on every rank."""
+        """The directions in which keys travel round the ring, the same on every rank."""
         ranks, share = self.positions.shape
         queries = self._queries_of_ranks.flatten()
         by_owner = []
@@ -75,18 +81,23 @@ class Mask:
 
     @cached_property
     def order(self) -> Tensor:
-        """Where each key of the sequence stands when the ranks' keys are joined rank by rank, [seq]."""
-        return self.positions.flatten().argsort()
+        """The index of each key of the sequence in the ranks' keys joined rank by rank, [seq]."""
+        return put(self.positions.flatten().argsort(), self._device)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """`positions` rank by rank, on the device, [seq]."""
+        return put(self.positions.flatten(), self._device)
 
     @cached_property
     def order_of_queries(self) -> Tensor:
-        """As `order`, of the queries."""
-        return self._queries_of_ranks.flatten().argsort()
+        """The same as `order`, for the queries."""
+        return put(self._queries_of_ranks.flatten().argsort(), self._device)
 
 
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By the tensor of document ids, as every layer of a model asks for the same one: what the ids were, as
-nobody says when they change, and their masks."""
+"""A copy of the document ids and their masks, by the tensor of ids: every layer of a model passes the same
+tensor. The copy shows whether its values have changed since."""
 
 
 def mask_of(
@@ -97,9 +108,10 @@ def mask_of(
     causal: bool,
     document_ids: Tensor | None,
     queries: int | None = None,
+    device: torch.device = CPU,
 ) -> Mask:
-    """The mask, from the last times where nothing has changed. queries: all tokens by default."""
-    key = (layout, seq, ranks, rank, causal, seq // ranks if queries is None else queries)
+    """Returns the mask, cached for the same arguments. queries: all tokens by default."""
+    key = (layout, seq, ranks, rank, causal, seq // ranks if queries is None else queries, device)
     if document_ids is None:
         return _without_documents(*key)
     ids, masks = _known.get(document_ids, (None, {}))
@@ -111,5 +123,7 @@ def mask_of(
 
 
 @lru_cache(maxsize=64)
-def _without_documents(layout: str, seq: int, ranks: int, rank: int, causal: bool, queries: int) -> Mask:
-    return Mask(layout, seq, ranks, rank, causal, queries, None)
+def _without_documents(
+    layout: str, seq: int, ranks: int, rank: int, causal: bool, queries: int, device: torch.device
+) -> Mask:
+    return Mask(layout, seq, ranks, rank, causal, queries, device, None)

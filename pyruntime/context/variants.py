@@ -1,17 +1,16 @@
-"""Three ways for a rank's queries to see the keys of all ranks, forward and backward.
+"""Three variants of attention to the keys of all ranks, forward and backward.
 
-ring            K and V go round the ranks, half of a rank's tokens each way (`ways.py`); the block that has
-                come is computed while the next one travels. In the backward pass dK and dV follow one step
-                behind: a rank adds its part to what has come and sends the sum on, and the last one to add is
-                the owner's neighbour. A few times S / P tokens of K and V at a time (arXiv 2310.01889,
-                2311.09431).
-all_gather_kv   All of K and V first, then one block; dK and dV by reduce-scatter (Llama 3, arXiv 2407.21783,
-                section 3.3.2). Memory for S tokens of K and V.
+ring            K and V travel round the ranks, half of a rank's tokens in each direction (`ways.py`); a rank
+                computes one block while the next one travels. In the backward pass dK and dV follow one step
+                behind: a rank adds its part to the received sum and sends it on; the owner's neighbour adds
+                last. Memory for a few times S / P tokens of K and V (arXiv 2310.01889, 2311.09431).
+all_gather_kv   Gathers all of K and V first, then computes one block; dK and dV by reduce-scatter (Llama 3,
+                arXiv 2407.21783, section 3.3.2). Memory for S tokens of K and V.
 ulysses         All tokens of H / P heads instead of S / P tokens of all heads, by all-to-all (DeepSpeed-
                 Ulysses, arXiv 2309.14509). P must divide the key/value heads.
 
-All sum in fp32 (fp64 for fp64), whatever the inputs: out, log-sum-exp, dQ, dK and dV; what travels of dK and
-dV is fp32 too. Every sum has one order, so results are bitwise the same from run to run.
+For all input dtypes the sums out, log-sum-exp, dQ, dK and dV are fp32 (fp64 for fp64), also while dK and dV
+travel. Every sum has a fixed order, so results are bitwise the same in every run.
 
 Shapes: k and v [B, S/P, G, d]; q [B, n, H, d], of a rank's last n tokens; lse [B, H, n]. Blocks of the
 sequence are computed by `pyruntime.ops.attention`.
@@ -19,20 +18,16 @@ sequence are computed by `pyruntime.ops.attention`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pyruntime import ops
 from pyruntime.choices import WireFormat
-from pyruntime.comm import companion, deadline, group_name, process_group
-from pyruntime.comm.core import _C
-from pyruntime.comm.exchange import first_line
+from pyruntime.comm import companion, process_group
+from pyruntime.comm.all_to_all import AllToAll
 from pyruntime.comm.ranges import marked
 from pyruntime.comm.ring import Ring, Shift
 from pyruntime.comm.wire import Wire
@@ -43,27 +38,27 @@ from pyruntime.ops.attention import attention_block_, attention_block_backward_,
 
 CLASS = "cp"
 FIRST_KEYS = 0.25
-"""Share of this rank's own keys that the backward pass of the ring begins with. What travels meanwhile is
-half as many bytes (of bf16) as what travels at the end."""
+"""Share of this rank's own keys that the ring's backward pass computes first; the rest comes last. Half as
+many bytes (for bf16) travel during the first part as during the last."""
 
 
 @dataclass(frozen=True)
 class Attended:
-    """What a forward pass gives."""
+    """The result of a forward pass."""
 
     out: Tensor
-    """[B, n, H, d], of q's dtype."""
+    """[B, n, H, d], in q's dtype."""
     lse: Tensor
-    """Log-sum-exp of the scaled scores, of the queries that were computed here."""
+    """Log-sum-exp of the scaled scores, for the queries that this rank computed."""
     kept: Tensor
-    """What the backward pass would have to fetch again; empty where that is nothing."""
+    """Ulysses: Q, K and V after the all-to-all, so that the backward pass need not repeat it; else empty."""
 
 
 def attend(
     variant: str, q: Tensor, k: Tensor, v: Tensor, group: str, mask: Mask, scale: float, wire: WireFormat
 ) -> Attended:
-    """Forward by `variant`, which is none of "auto". wire: of the ring. Raises ValueError where the ranks'
-    arguments differ."""
+    """The forward pass of `variant`, which is not "auto". wire: only for the ring. Raises ValueError if the
+    ranks' arguments differ."""
     agreement = agree(variant, q, k, group, mask, scale)
     if variant == "ring":
         out, lse = _ring(q, k, v, group, agreement, mask, scale, wire)
@@ -94,7 +89,7 @@ def attend_backward(
     scale: float,
     wire: WireFormat,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of the forward pass `done`, in fp32 (fp64)."""
+    """Returns dq, dk and dv for the forward pass `done`, in fp32 (fp64 for fp64)."""
     agreement = agree(variant, q, k, group, mask, scale)
     delta = (grad_out.to(done.lse.dtype) * done.out).sum(-1)  # [B, n, H]
     if variant == "ulysses":
@@ -127,7 +122,7 @@ def _block(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, out: Tensor,
 
 
 class _Backward:
-    """The gradients of this rank's queries, to which blocks of keys add their parts."""
+    """The backward pass of this rank's queries, block by block of keys."""
 
     def __init__(self, grad_out: Tensor, q: Tensor, delta: Tensor, lse: Tensor, scale: float):
         self._grad_out, self._q, self._delta, self._lse, self._scale = grad_out, q, delta, lse, scale
@@ -137,7 +132,7 @@ class _Backward:
         return torch.zeros(shape, dtype=self._lse.dtype, device=self._lse.device)
 
     def block(self, k: Tensor, v: Tensor, run: Run, dkv: Tensor) -> None:
-        """Adds the part of these keys into dq, and that of these queries into dkv [2, B, keys, G, d]."""
+        """Adds the part of these keys to dq, and the part of the queries to dkv [2, B, keys, G, d]."""
         begin, end = _of_batch(run, self._q)
         attention_block_backward_(
             _heads(self._grad_out),
@@ -156,12 +151,12 @@ class _Backward:
 
 
 def _heads(tokens: Tensor) -> Tensor:
-    """[B, heads, S, d]."""
+    """Returns [B, heads, S, d] for [B, S, heads, d]."""
     return tokens.transpose(1, 2)
 
 
 def _of_batch(run: Run, q: Tensor) -> tuple[Tensor, Tensor]:
-    begin, end = (x.expand(len(q), -1).to(q.device) for x in run)
+    begin, end = (x.expand(len(q), -1) for x in run)
     return begin, end
 
 
@@ -198,8 +193,8 @@ def _ring(
 def _ring_backward(
     backward: _Backward, k: Tensor, v: Tensor, group: str, agreement: int, mask: Mask, wire: WireFormat
 ) -> Tensor:
-    """dK and dV [2, B, S/P, G, d]. This rank's own keys come first and last: the others' K and V arrive under
-    the one, the sums of its own gradients under the other."""
+    """Returns dK and dV [2, B, S/P, G, d]. A first part of this rank's own keys hides the arrival of the
+    others' K and V; the rest, computed last, hides the arrival of the sums of this rank's gradients."""
     own = backward.zeros((2, *k.shape))
     rounds, k, v = _rounds(group, agreement, k, v, mask, wire)
     rank, size = rounds[0].rank, rounds[0].size
@@ -230,7 +225,7 @@ def _ring_backward(
 def _rounds(
     group: str, agreement: int, k: Tensor, v: Tensor, mask: Mask, wire: WireFormat
 ) -> tuple[list[_KeysRound], Tensor, Tensor]:
-    """One for each way; and K and V as all ranks read them."""
+    """Returns a round for each way, and K and V rounded as all ranks read them."""
     travel = Wire(wire, k.shape[-1], k.dtype, k.device)
     sent = travel.packed(k), travel.packed(v)
     rounds = [_KeysRound(Ring(group, CLASS, agreement, way.step), way, sent, travel) for way in mask.ways]
@@ -239,7 +234,7 @@ def _rounds(
 
 @dataclass(frozen=True)
 class _Block:
-    """Keys and values of another rank that this one sees, [B, n, G, d], valid until the round's done()."""
+    """Keys and values of another rank that this one sees, [B, n, G, d]; valid until the round's done()."""
 
     owner: int
     seen: Tokens
@@ -252,15 +247,15 @@ class _Block:
 
 
 class _KeysRound:
-    """K and V of all ranks as they come on one way, from ever farther off: start, then take and done.
+    """Passes K and V of all ranks round the ring on one way: start(), then take() and done() for each rank.
 
-    own: this rank's, as they travel by `wire`; ranks pass on what came as it is."""
+    own: this rank's K and V in the format of `wire`; ranks pass on the received bytes unchanged."""
 
     def __init__(self, ring: Ring, way: Way, own: tuple[Tensor, Tensor], wire: Wire):
         self.rank, self.size, self.way = ring.rank, ring.size, way
         self.ring, self._own, self._wire = ring, own, wire
         self.distance = 0
-        """Of the owner of what came last."""
+        """Distance of the owner of the last received block."""
         self._current: Shift | None = None
         self._next: Shift | None = None
 
@@ -269,13 +264,13 @@ class _KeysRound:
         return self.way.owner(self.rank, self.distance)
 
     def start(self) -> None:
-        """This rank's own leave."""
+        """Sends this rank's own K and V."""
         self._pass_on(self._own, (0, self._own[0].shape[1]))
         self.done()
 
     def take(self) -> _Block | None:
-        """The next rank's, if this one sees any; they are passed on before it returns, so that they travel
-        while this rank computes with them."""
+        """Receives the block of the next owner and passes it on, so that it travels while this rank computes
+        with it. Returns the keys that this rank sees; None if it sees none."""
         self.distance += 1
         tokens = self.way.keys(self.owner, self.distance)
         assert self._current is not None
@@ -289,7 +284,7 @@ class _KeysRound:
         return _Block(self.owner, seen, keys, values)
 
     def _pass_on(self, kv: tuple[Tensor, Tensor], tokens: Tokens) -> None:
-        """Of K and V of these tokens, what ranks further on want."""
+        """Sends on the part of `kv`, which has these tokens, that ranks further along need."""
         distance = self.distance + 1
         if distance == self.size:
             return
@@ -310,7 +305,7 @@ class _KeysRound:
 
 @dataclass(frozen=True)
 class _Room:
-    """Where gradients of the keys of some tokens are summed, [2, B, n, G, d]."""
+    """Memory [2, B, n, G, d] where the gradients of the keys of `tokens` are summed."""
 
     sums: Tensor
     tokens: Tokens
@@ -320,7 +315,7 @@ class _Room:
 
 
 class _SumsRound:
-    """The sums of dK and dV on the way of their keys, a step behind: room, then send, for each step."""
+    """Passes the sums of dK and dV along the way of their keys, a step behind: in turn room() and send()."""
 
     def __init__(self, keys: _KeysRound, own: Tensor):
         self._keys, self._like = keys, own[0]
@@ -328,7 +323,7 @@ class _SumsRound:
         self._before: tuple[Shift, Tokens] | None = None
 
     def room(self) -> _Room:
-        """Zeros for this rank's part of the gradients of the keys that came last."""
+        """Returns zeros, into which this rank sums its gradients of the keys received last."""
         way, rank, distance = self._keys.way, self._keys.rank, self._keys.distance
         going = way.sums(self._keys.owner, distance)
         coming = way.sums(way.owner(rank, distance + 1), distance)
@@ -338,7 +333,7 @@ class _SumsRound:
         return room
 
     def send(self) -> None:
-        """What the ranks before have summed is added, and the sum goes on."""
+        """Adds the received sums to this rank's part and sends the result on."""
         assert self._now is not None
         shift, room, coming = self._now
         self._add(room)
@@ -347,7 +342,7 @@ class _SumsRound:
         self._before = shift, coming
 
     def come_home(self, own: Tensor) -> None:
-        """Adds what all others have summed of this rank's."""
+        """Adds the other ranks' sums of this rank's gradients to `own`."""
         self._add(_Room(own, (0, own.shape[2])))
 
     def _add(self, room: _Room) -> None:
@@ -362,20 +357,20 @@ class _SumsRound:
 
 
 def _shift(ring: Ring, like: Tensor, going: Tokens, coming: Tokens) -> Shift:
-    """For pairs of tensors [B, n, G, d] as `like` has them, of so many tokens."""
+    """Returns a shift that sends and receives a pair of tensors [B, n, G, d] like `like`, of these tokens."""
     batch, _, heads, width = like.shape
     outgoing, incoming = (2 * batch * heads * (end - begin) for begin, end in (going, coming))
     return ring.shift(outgoing, incoming, width, like.dtype, like.device)
 
 
 def _of_pair(rows: Tensor, like: Tensor, tokens: Tokens) -> Tensor:
-    """What a shift moves, as [2, B, n, G, d]."""
+    """Returns the rows of a shift as [2, B, n, G, d]."""
     batch, _, heads, width = like.shape
     return rows.view(2, batch, tokens[1] - tokens[0], heads, width)
 
 
 def _of_tokens(x: Tensor, wanted: Tokens, held: Tokens) -> Tensor:
-    """x [..., n, G, d] has the tokens `held`."""
+    """Returns the tokens `wanted` of x [..., n, G, d], which has the tokens `held`."""
     return x[..., wanted[0] - held[0] : wanted[1] - held[0], :, :]
 
 
@@ -383,20 +378,20 @@ def _of_tokens(x: Tensor, wanted: Tokens, held: Tokens) -> Tensor:
 
 
 def _gather(k: Tensor, v: Tensor, group: str, mask: Mask) -> tuple[Tensor, Tensor]:
-    """K and V of all ranks in the order of the sequence, [B, S, G, d]."""
+    """Returns K and V of all ranks in the order of the sequence, [B, S, G, d] each."""
     ranks = len(mask.positions)
     own = torch.stack((k, v))
     if ranks > 1:
         rows = ops.all_gather(own.flatten(0, -2), _companion(group), rows=ranks * own[..., 0].numel())
         own = rows.view(ranks, *own.shape).movedim(0, 2).flatten(2, 3)
-    keys, values = own.index_select(2, mask.order.to(own.device))
+    keys, values = own.index_select(2, mask.order)
     return keys, values
 
 
 def _scatter(dkv: Tensor, group: str, mask: Mask) -> Tensor:
-    """This rank's dK and dV [2, B, S/P, G, d] of the sums over ranks of dkv [2, B, S, G, d]."""
+    """Sums dkv [2, B, S, G, d] over ranks; returns this rank's dK and dV [2, B, S/P, G, d]."""
     ranks, share = mask.positions.shape
-    by_rank = dkv.index_select(2, mask.positions.flatten().to(dkv.device))
+    by_rank = dkv.index_select(2, mask.places)
     if ranks == 1:
         return by_rank
     rows = by_rank.unflatten(2, (ranks, share)).movedim(2, 0).flatten(0, -2)
@@ -412,24 +407,24 @@ def _companion(group: str) -> str:
 
 
 def _to_heads(x: Tensor, group: str, order: Tensor) -> Tensor:
-    """[B, n P, H/P, d]: the tokens of all ranks, of this rank's heads, in the order of the sequence, of
-    [B, n, H, d]. order: of the tokens joined rank by rank, as `Mask.order` has it."""
+    """Exchanges [B, n, H, d] for [B, n P, H/P, d]: this rank's heads of the tokens of all ranks, in sequence
+    order. order: `Mask.order` or `Mask.order_of_queries`."""
     ranks = process_group(group).size()
     by_rank = x.unflatten(2, (ranks, x.shape[2] // ranks)).movedim(2, 0)
     tokens = _all_to_all(by_rank, group).movedim(0, 1).flatten(1, 2)
-    return tokens.index_select(1, order.to(x.device))
+    return tokens.index_select(1, order)
 
 
 def _to_tokens(x: Tensor, group: str, order: Tensor) -> Tensor:
-    """[B, n, H, d]: all heads of this rank's tokens, of [B, n P, H/P, d]; the converse of `_to_heads`."""
+    """Exchanges [B, n P, H/P, d] for [B, n, H, d], all heads of this rank's tokens: reverses `_to_heads`."""
     ranks = process_group(group).size()
-    joined = torch.empty_like(x).index_copy_(1, order.to(x.device), x)
+    joined = torch.empty_like(x).index_copy_(1, order, x)
     by_rank = joined.unflatten(1, (ranks, x.shape[1] // ranks)).movedim(1, 0)
     return _all_to_all(by_rank, group).movedim(0, 2).flatten(2, 3).contiguous()
 
 
 def _split_heads(joined: Tensor, q: Tensor, k: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Of queries, keys and values [B, tokens, heads, d] that were joined as [B, tokens * heads, d]."""
+    """Splits [B, tokens * heads, d] into the queries, keys and values [B, tokens, heads, d] joined in it."""
     ranks = process_group(group).size()
     sizes = [x.shape[1] * x.shape[2] for x in (q, k, k)]
     queries, keys, values = (
@@ -440,18 +435,9 @@ def _split_heads(joined: Tensor, q: Tensor, k: Tensor, group: str) -> tuple[Tens
 
 
 def _all_to_all(by_rank: Tensor, group: str) -> Tensor:
-    """by_rank [P, ...]: what goes to each rank; what came from each. Nothing is computed meanwhile."""
+    """Sends by_rank[r] to each rank r; returns what each rank sent, [P, ...]. Not overlapped."""
     sent = by_rank.contiguous()
     if len(sent) == 1:
         return sent
-    received = torch.empty_like(sent)
-    seconds, begin = deadline(group), time.monotonic()
-    try:
-        work = dist.all_to_all_single(received, sent, group=process_group(group), async_op=True)
-        work.wait(timedelta(seconds=seconds))
-    except RuntimeError as error:  # gloo's
-        _C.raise_for_missing(
-            group_name(group), f"all_to_all of group '{group_name(group)}'", first_line(error)
-        )
-    _C.count_all_to_all(_companion(group), received.nbytes - received[0].nbytes, begin)
-    return received
+    ones = [1] * len(sent)
+    return AllToAll(group, _companion(group), sent, ones, ones).wait()

@@ -1,4 +1,4 @@
-"""What Python knows of the kernels of csrc/cuda: whether they are here, and tiles that are not built in.
+"""The Python side of the kernels of csrc/cuda: whether they are built, and further tiles to try.
 
 The ops call the kernels from C++ (csrc/transport/device, csrc/ops). docs/reference/support.md says what has
 run.

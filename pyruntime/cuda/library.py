@@ -1,4 +1,4 @@
-"""The library of kernels: where it lies, and what keeps it from being used."""
+"""Finds the library of GPU kernels, or says why it cannot be used."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 class CudaLibraryError(RuntimeError):
-    """What a kernel needs is not here, or the device refused it."""
+    """Raised if something that a kernel needs is missing, or if the device refuses the kernel."""
 
 
 def library_path() -> Path:
-    """Where the build puts the kernels for this torch's kind of GPU."""
+    """Returns the path where the build puts the kernels for this torch's kind of GPU."""
     import torch
 
     kind = "hip" if torch.version.hip else "cuda"
@@ -20,14 +20,14 @@ def library_path() -> Path:
 
 
 def architectures_in(library: Path) -> list[str]:
-    """The GPUs of AMD that a built library has kernels for."""
+    """Returns the AMD GPUs for which a built library has kernels, as gfx names."""
     return sorted(
         {name.decode() for name in re.findall(rb"amdgcn-amd-amdhsa--(gfx\w+)", library.read_bytes())}
     )
 
 
 def why_not() -> str:
-    """A sentence that says why the kernels cannot be used here; empty where they can."""
+    """Returns a sentence that says why the kernels cannot be used here; empty if they can."""
     import torch
 
     path, rocm = library_path(), bool(torch.version.hip)
@@ -40,17 +40,19 @@ def why_not() -> str:
         return f"the {kernels} kernels could not be loaded: {error}; run `make {target}`."
     if not torch.version.cuda and not rocm:
         return "this torch is built without CUDA."
-    if not torch.cuda.is_available():
+    from pyruntime.cuda import cards
+
+    if not cards.count():
         return "torch sees no GPU."
+    found = cards.architecture()
     if rocm:
-        found = torch.cuda.get_device_properties().gcnArchName.partition(":")[0]
         built = architectures_in(path)
         if found not in built:
             return (
-                f"the GPU is {found}, and the kernels were built for {', '.join(built)}; run "
+                f"the GPU is {found}, but the kernels were built for {', '.join(built)}; run "
                 f"`PYTORCH_ROCM_ARCH={found} make hip`."
             )
         return ""
-    if torch.cuda.get_device_capability() < (8, 0):
+    if float(found) < 8:
         return "the GPU's compute capability is below 8.0."
     return ""

@@ -1,9 +1,9 @@
-"""Tiles of the fused GEMM, compiled at run time by NVRTC: tuning tries other ones than the library has, and
-needs no nvcc for that.
+"""Compiles tiles of the fused GEMM at run time by NVRTC, so that tuning can try tiles that the library does
+not have, without nvcc.
 
-The kernel is the tile GEMM of csrc/cuda/portable/gemm on the matrices of one rank (one_rank.cuh). What Python
-believes of a variant (threads, shared memory, the size of the kernel's argument) is written into its source
-as static_asserts, with what tiles must be: where the sources say otherwise, it does not compile.
+The kernel is the tile GEMM of csrc/cuda/portable/gemm on the matrices of one rank (one_rank.cuh). Python's
+assumptions about a variant (threads, shared memory, the size of the kernel's argument) and the conditions on
+tiles go into its source as static_asserts: if the C++ sources disagree, it does not compile.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyruntime.cuda import cards
 from pyruntime.cuda.library import CudaLibraryError
 
 DEPTH = 64
 """kDepth (operand_tile.cuh)."""
 ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 LAYOUTS = {"NT": 0, "NN": 1}
-"""As PyruntimeLayout (launchers.h) numbers them. NT: A [m, k], B [n, k]; NN: A [m, k], B [k, n]."""
+"""Numbers of PyruntimeLayout (launchers.h). NT: A [m, k], B [n, k]; NN: A [m, k], B [k, n]."""
 ARGUMENT = np.dtype((np.void, 80))
-"""OneRankJob (one_rank.cuh): m, n, k, the addresses of A, B, a bias and C, and the pitches of A, B and C."""
+"""OneRankJob (one_rank.cuh): m, n, k; the addresses of A, B, a bias and C; the pitches of A, B and C."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a block computes its part of a GEMM, as the template of the same name in tile_gemm.cuh takes
-    it."""
+    """The sizes by which a block computes its part of a GEMM: arguments of the template Tiles in
+    tile_gemm.cuh."""
 
     rows: int
     columns: int
     warps_down: int
     warps_across: int
     stages: int
-    """Steps of 64 in k that lie in shared memory."""
+    """Number of steps of 64 in k that are in shared memory."""
     blocks: int
-    """On a multiprocessor at least, which bounds the registers of a thread."""
+    """Least number of blocks on a multiprocessor, which bounds the registers of a thread."""
 
     def __str__(self) -> str:
         warps = f"{self.warps_down}x{self.warps_across}"
@@ -54,12 +55,12 @@ class Tiles:
         return self.stages * (self.rows + self.columns) * DEPTH * 2
 
     def count(self, m: int, n: int) -> int:
-        """Tiles of a result [m, n]."""
+        """Returns the number of tiles of a result [m, n]."""
         return -(-m // self.rows) * -(-n // self.columns)
 
 
 SMALL, LARGE = Tiles(64, 128, 2, 2, 3, 2), Tiles(128, 256, 2, 4, 3, 1)
-"""Those of the library."""
+"""The library's own tiles."""
 CANDIDATES = {
     "small": SMALL,
     "large": LARGE,
@@ -73,8 +74,8 @@ CANDIDATES = {
 
 
 def argument(layout: str, a: Tensor, b: Tensor, c: Tensor) -> np.ndarray:
-    """C = A B for the kernel: an array of one element, which cupy passes by value. Raises ValueError where
-    the operands do not fit."""
+    """Returns the kernel's argument for C = A B: an array of one element, which cupy passes by value. Raises
+    ValueError if the operands do not fit."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}; use 'NT' or 'NN'.")
     m, k = a.shape
@@ -89,7 +90,7 @@ def argument(layout: str, a: Tensor, b: Tensor, c: Tensor) -> np.ndarray:
 
 
 def pitch(matrix: Tensor, name: str) -> int:
-    """Elements from row to row. Raises ValueError where the elements of a row do not lie side by side."""
+    """Returns the elements from row to row. Raises ValueError if rows are not contiguous."""
     if matrix.dim() != 2 or (matrix.size(1) > 1 and matrix.stride(1) != 1):
         raise ValueError(
             f"{name} has shape {list(matrix.shape)} and strides {list(matrix.stride())}; it must be a matrix "
@@ -102,8 +103,8 @@ def pitch(matrix: Tensor, name: str) -> int:
 
 
 def include_folder() -> Path:
-    """The folder of the kernels' headers: of the installation, or of the source folder. Raises
-    CudaLibraryError."""
+    """Returns the folder of the kernels' headers, in the installation or the source folder. Raises
+    CudaLibraryError if there is none."""
     package = Path(__file__).resolve().parent
     for root in (package / "headers", package.parent.parent):
         if (root / "csrc" / "cuda" / "portable").is_dir():
@@ -115,7 +116,7 @@ def include_folder() -> Path:
 
 
 def kernel_name(layout: str, dtype: torch.dtype) -> str:
-    """The C++ expression of the kernel in a variant's source."""
+    """Returns the C++ expression of the kernel in a variant's source."""
     return f"pyruntime::portable::tile_gemm<Config, {_element(dtype)}, {LAYOUTS[layout]}, Job>"
 
 
@@ -139,8 +140,8 @@ def source(tiles: Tiles, layout: str, dtype: torch.dtype) -> str:
 
 
 def options() -> tuple[str, ...]:
-    """For NVRTC, without the architecture."""
-    # Functions of launchers, which say nothing of where they run, lie in the same headers.
+    """Returns the options of NVRTC, without the architecture."""
+    # -default-device: the same headers have launchers' functions without an execution space.
     return ("-std=c++17", "-default-device", f"-I{include_folder()}")
 
 
@@ -154,8 +155,8 @@ def _element(dtype: torch.dtype) -> str:
 
 
 class Variant:
-    """A GEMM in these tiles on the current GPU, through cupy. Raises CudaLibraryError where cupy or a GPU is
-    missing, these tiles do not compile, or need more shared memory than the GPU has."""
+    """A GEMM with the given tiles on the current GPU, through cupy. Raises CudaLibraryError if cupy or a GPU
+    is missing, or if the tiles do not compile or need more shared memory than the GPU has."""
 
     def __init__(self, tiles: Tiles, layout: str, dtype: torch.dtype) -> None:
         self._cupy = _cupy()
@@ -163,7 +164,7 @@ class Variant:
         room = self._device_attribute("MaxSharedMemoryPerBlockOptin")
         if tiles.shared_bytes > room:
             raise CudaLibraryError(
-                f"{tiles} need {tiles.shared_bytes} bytes of shared memory, and a block has {room} here."
+                f"{tiles} need {tiles.shared_bytes} bytes of shared memory, but a block has only {room} here."
             )
         name = kernel_name(layout, dtype)
         module = self._cupy.RawModule(
@@ -180,17 +181,17 @@ class Variant:
         self._resident = resident * self._device_attribute("MultiProcessorCount")
 
     def matmul(self, a: Tensor, b: Tensor, c: Tensor) -> None:
-        """c [m, n] = A B on torch's current stream; shapes as LAYOUTS has them."""
+        """c [m, n] = A B on torch's current stream; shapes as in LAYOUTS."""
         for tensor in (a, b, c):
             if not tensor.is_cuda or tensor.dtype != self.dtype:
                 raise ValueError(
-                    f"a tensor is {tensor.dtype} on {tensor.device}; this is for {self.dtype} on GPUs."
+                    f"a tensor is {tensor.dtype} on {tensor.device}; it must be {self.dtype} on a GPU."
                 )
         job = argument(self.layout, a, b, c)
         count = self.tiles.count(*c.shape)
         if not count:
             return
-        stream = self._cupy.cuda.ExternalStream(torch.cuda.current_stream(a.device).cuda_stream)
+        stream = self._cupy.cuda.ExternalStream(cards.native_stream(a.device))
         with stream:
             self._kernel(
                 (min(count, self._resident),),
@@ -211,6 +212,6 @@ def _cupy() -> Any:
             f"tile variants are compiled and run through cupy, which cannot be imported ({error}); install "
             "pyruntime with the extra `tiles`."
         ) from error
-    if not torch.cuda.is_available():
-        raise CudaLibraryError("tile variants run on a GPU, and torch sees none.")
+    if not cards.count():
+        raise CudaLibraryError("tile variants run on a GPU, but torch sees none.")
     return cupy

@@ -17,29 +17,29 @@ from pyruntime.data_parallel.update import Decay, PartState, Update
 
 
 class ShardedAdamW(ShardedOptimizer):
-    """AdamW over the shards of a model, with fp32 moments and, for parameters of lower precision, fp32 master
-    weights, or none and stochastic rounding. Made by `Sharded.adamw`.
+    """AdamW over the shards of a model, made by `Sharded.adamw`. Moments are fp32. Parameters of lower
+    precision have fp32 master weights, or none and stochastic rounding.
 
         m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2        (Loshchilov and Hutter 2019)
         w = w (1 - lr * decay) - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    On the CPU a step is taken ahead of its norm where the one before was not clipped, bucket by bucket during
-    the backward pass, and again where that was wrong: the results are those of a step after the norm, bit by
-    bit.
+    If the step before was not clipped, a step is taken ahead of its norm, bucket by bucket during the
+    backward pass; if that was wrong, it is taken again. The results are those of a step after the norm, bit
+    by bit.
 
-    Its defaults are those of language models, not torch's: betas (0.9, 0.95), decay 0.1 of matrices alone.
+    The defaults are those of language models, not torch's: betas (0.9, 0.95), decay 0.1 of matrices only.
     Options beside those of `ShardedOptimizer`:
 
-        weight_decay: of matrices (vectors do not decay), or by name in the state dict, 0 where it is not
-            named.
-        rounding: of bf16 weights: "nearest", from fp32 master weights; or "stochastic", without these (4
-            bytes a parameter less), on the CPU: up or down at random so that the mean is exact, the same way
+        weight_decay: decay of matrices (vectors do not decay); or a dict by name in the state dict, with 0
+            for names that it does not have.
+        rounding: how bf16 weights are rounded. "nearest": from fp32 master weights. "stochastic": without
+            masters (4 bytes a parameter less): up or down at random so that the mean is exact, the same way
             at every stage and number of data-parallel ranks.
-        muon: the matrices that Muon updates in place of AdamW, on the CPU, with the same lr, weight_decay and
-            max_norm; the norm is then always asked for.
+        muon: the matrices that Muon updates in place of AdamW, with the same lr, weight_decay and max_norm;
+            the norm is then always computed.
 
-    Raises ValueError for what ShardedOptimizer refuses, for another `rounding`, for names in weight_decay
-    that no parameter has, and for what Muon cannot update.
+    Raises ValueError for what ShardedOptimizer refuses, another `rounding`, names in weight_decay that no
+    parameter has, and matrices that Muon cannot update.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class ShardedAdamW(ShardedOptimizer):
     ):
         check_value("rounding", rounding, values(Rounding))
         for each in shards.weights if rounding == "stochastic" else ():
-            if each.bucket.dtype not in (torch.bfloat16, torch.float32) or each.bucket.device.type != "cpu":
+            if each.bucket.dtype not in (torch.bfloat16, torch.float32):
                 raise ValueError(
-                    f"{each.bucket.name} is {each.bucket.dtype} on {each.bucket.device}, and stochastic "
-                    'rounding is of bfloat16 weights on the CPU; use rounding="nearest".'
+                    f"{each.bucket.name} is {each.bucket.dtype}, but stochastic rounding needs bfloat16 "
+                    'weights; use rounding="nearest".'
                 )
         decay = _named_decay(weight_decay, shards.weights) if isinstance(weight_decay, dict) else weight_decay
         super().__init__(
@@ -77,7 +77,7 @@ class ShardedAdamW(ShardedOptimizer):
 def _states(
     shards: Shards, decay: Decay, rounding: Rounding, muon: Muon | None, shared: Shared
 ) -> dict[int, list[PartState]]:
-    """By bucket."""
+    """Returns the states of every bucket's parts, by id of the bucket."""
     weights, axes = shards.weights, shards.axes
     matrices = {id(parameter) for parameter in ([] if muon is None else muon.matrices)}
     known = {id(parameter) for each in weights for parameter in each.bucket.parameters}
@@ -102,14 +102,14 @@ def _states(
 
 def _check_matrix(parameter: nn.Parameter, part: BucketPart, rounding: Rounding, shared: Shared) -> None:
     found = f"{part.key} is {list(parameter.shape)} {parameter.dtype} on {parameter.device}"
-    if parameter.dim() != 2 or parameter.device.type != "cpu":
-        raise ValueError(f"{found}, and Muon is of matrices on the CPU; leave it to AdamW.")
+    if parameter.dim() != 2:
+        raise ValueError(f"{found}, and Muon updates only matrices; leave it to AdamW.")
     if rounding != "nearest":
-        raise ValueError(f'rounding="{rounding}" is AdamW\'s, and {part.key} Muon\'s; use "nearest".')
+        raise ValueError(f'rounding="{rounding}" needs AdamW, and Muon updates {part.key}; use "nearest".')
     layout = getattr(parameter, "tp_layout", None)
     if layout is not None and layout.group.size > 1 and any(each.packed for each in layout.parts):
         raise ValueError(
-            f"{part.key} holds several matrices, each cut over {layout.group} by itself, and Muon takes "
+            f"{part.key} holds several matrices, each cut over {layout.group} by itself, but Muon would take "
             "it as one; leave it to AdamW."
         )
     if parameter in shared:
@@ -117,7 +117,7 @@ def _check_matrix(parameter: nn.Parameter, part: BucketPart, rounding: Rounding,
 
 
 def _named_decay(decay: dict[str, float], weights: Sequence[BucketWeights]) -> dict[str, float]:
-    """By the names of parameters, of which torch.compile's wrapper is no part."""
+    """Returns the decay by parameter name; the prefix of torch.compile's wrapper does not count."""
     named = {name.replace("_orig_mod.", ""): value for name, value in decay.items()}
     keys = {part.key.replace("_orig_mod.", ""): part.key for each in weights for part in each.bucket.parts}
     if unknown := [name for name in named if name not in keys]:

@@ -1,6 +1,6 @@
-"""torch's optimizers, and whoever's are written as these are, over this rank's rows.
+"""Runs torch's optimizers, and others that are written like these, over this rank's rows.
 
-Rows that are cut are CutTensors (nn/cut.py): an update that works element by element is that of the whole
+Rows that are cut are CutTensors (nn/cut.py). An update that works element by element is that of the whole
 weight, a norm is that of the whole weight, and what mixes elements otherwise is refused."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pyruntime.nn.parameters import Part
 
 @dataclass(frozen=True)
 class RowsLayout:
-    """The layout of this rank's rows of one part, as a CutTensor has it. group: in words."""
+    """The layout of this rank's rows of one part, as a CutTensor has it. group: its name in words."""
 
     state: PartState
     axes: Axes
@@ -51,7 +51,7 @@ class RowsLayout:
         return {self.parts[0].key: as_dtensor(local, self.state.parameter, self.state.part, self.axes)}
 
     def gather_parts(self, wholes: Mapping[str, Tensor]) -> Tensor:
-        """This rank's rows of a whole tensor, or of a DTensor."""
+        """Returns this rank's rows of a whole tensor, or of a DTensor."""
         whole = wholes[self.parts[0].key]
         if isinstance(whole, DTensor):
             own = as_dtensor(self.state.rows, self.state.parameter, self.state.part, self.axes)
@@ -65,7 +65,7 @@ class RowsLayout:
         return self.rows_of(whole)
 
     def rows_of(self, parameter: Tensor) -> Tensor:
-        """This rank's rows of what has the shape of the part on it."""
+        """Returns this rank's rows of a tensor with the shape of the part, as tensor parallelism cuts it."""
         first, count = self.state.first, self.state.rows.numel()
         return parameter.reshape(-1)[first : first + count].view(self.state.rows.shape)
 
@@ -83,7 +83,7 @@ class _Words:
 
 
 class TorchUpdate(AfterTheNorm):
-    """A torch optimizer whose parameters are the masters, or the rows, of `states`."""
+    """A torch optimizer whose parameters are the masters of `states`, or the rows if there is no master."""
 
     def __init__(
         self, kind: type[Optimizer], options: dict[str, Any], states: Sequence[PartState], axes: Axes
@@ -104,7 +104,7 @@ class TorchUpdate(AfterTheNorm):
     def update(self, gradients: Own, lr: float, scale: float | Tensor) -> None:
         if not gradients:
             return
-        if self._is_blank:  # states that were made to be looked at
+        if self._is_blank:  # states that make_states() made
             self.inner.state.clear()
             self._is_blank = False
         for group in self.inner.param_groups:
@@ -125,7 +125,7 @@ class TorchUpdate(AfterTheNorm):
         self._take_states()
 
     def _take_states(self) -> None:
-        """Notes the tensors that the optimizer has made."""
+        """Notes the tensors that the optimizer keeps."""
         for state in self._states:
             own = self._of[id(state)]
             found = self.inner.state.get(own, {})
@@ -136,7 +136,7 @@ class TorchUpdate(AfterTheNorm):
 
     @torch.no_grad()
     def make_states(self) -> None:
-        """Has the optimizer make its states, at zero, by a step without gradients."""
+        """Makes the optimizer create its states, at zero, by a step with zero gradients that is undone."""
         if self.inner.state:
             return
         for own in self._of.values():
@@ -157,7 +157,7 @@ class TorchUpdate(AfterTheNorm):
 
 
 class ShardedTorchOptimizer(ShardedOptimizer):
-    """See `Sharded.of_torch`."""
+    """The optimizer that `Sharded.of_torch` makes."""
 
     def __init__(
         self,
@@ -169,9 +169,7 @@ class ShardedTorchOptimizer(ShardedOptimizer):
         **options: Any,
     ):
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or issubclass(kind, ShardedOptimizer):
-            raise TypeError(
-                f"of_torch() takes a class of optimizers, such as torch.optim.SGD; found: {kind!r}."
-            )
+            raise TypeError(f"of_torch() takes an optimizer class, such as torch.optim.SGD; found: {kind!r}.")
         states = shards.states(with_master=True)
         update = TorchUpdate(kind, options, [each for some in states.values() for each in some], shards.axes)
         (first, *_) = update.inner.param_groups

@@ -1,9 +1,8 @@
-"""Parameters of sharded models: who asks for a gradient that was taken is told so, and weights of stage 3
-come when they are read.
+"""Parameters of sharded models: gathers stage-3 weights when read; `.grad` goes through the handle.
 
-At stage 3 a rank keeps rows of them alone; their shapes stay, and modules that hold them gather them for
-their own calls. Whoever else reads one (a head that takes the embedding's weight, a norm, a copy) gets it
-gathered as well, and it stays whole until the next update. That is a collective: every rank must read it."""
+At stage 3 a rank keeps only its rows of a weight; the shape stays. Modules gather their own weights for their
+calls. If other code reads a weight (a head that shares the embedding's, a norm, a copy), it is gathered too,
+and stays whole until the next update. That is a collective: every rank must read it."""
 
 from __future__ import annotations
 
@@ -19,24 +18,24 @@ from pyruntime.nn.cut import LIKE, SHAPES_ALONE, CutParameter, as_plain, gradien
 
 
 class Handle(Protocol):
-    """A parameter's handle, which takes its gradients."""
+    """The handle of a parameter, which takes its gradients."""
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Reads `.grad`."""
+        """Returns the parameter's `.grad`."""
 
     def bring(self, parameter: nn.Parameter) -> None:
-        """All of it is here and current when it returns."""
+        """Gathers the parameter; it is whole and current when it returns."""
 
     def takes_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> bool:
-        """`.grad` is set; False where it is to be the parameter's own."""
+        """Takes a `.grad` that was set; False if the parameter itself has to keep it."""
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter whose gradients the handle of shard() takes."""
+    """A parameter whose gradients go to the handle that shard() returned."""
 
     handle: Handle
     sharded_as: str
-    """Its name in the model that was sharded."""
+    """The name in the model that was sharded."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -65,15 +64,15 @@ class ShardedParameter(nn.Parameter):
 
 
 class ShardedCutParameter(ShardedParameter, CutParameter):
-    """One that is cut over a tensor-parallel group, too."""
+    """A sharded parameter that is also cut over a tensor-parallel group."""
 
 
 _SHARDED: dict[type, type] = {nn.Parameter: ShardedParameter, CutParameter: ShardedCutParameter}
 
 
 def mark_sharded(parameter: nn.Parameter, name: str, handle: Handle | None) -> None:
-    """Says of a parameter that it is sharded, until `unmark`. handle: which takes its gradients; None: they
-    stay in `.grad`. A parameter that has a class of its own keeps it."""
+    """Marks a parameter as sharded, until `unmark`. handle: takes its gradients; None: they stay in `.grad`.
+    A parameter of a class of its own keeps that class."""
     parameter.sharded_as = name
     if handle is not None:
         parameter.handle = handle
@@ -88,13 +87,13 @@ def unmark(parameter: nn.Parameter) -> None:
 
 
 class AwayWeight(ShardedParameter):
-    """A parameter whose memory is given back, or old, until `take_back`. Parameters change into it and back
-    again in place, as torch's UninitializedParameter does."""
+    """A parameter whose memory is freed, or has old values, until `take_back`. Parameters change into this
+    class and back in place, as torch's UninitializedParameter does."""
 
     fetch: Callable[[], None]
-    """Gathers it; it is an ordinary ShardedParameter when that returns."""
+    """Gathers it; afterwards it is an ordinary ShardedParameter."""
     keeps_writes: bool
-    """Whether what is written into the whole counts."""
+    """Whether writes into the whole count; otherwise they are refused."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -122,19 +121,19 @@ class AwayWeight(ShardedParameter):
 
 
 class AwayCutWeight(AwayWeight, ShardedCutParameter):
-    """One that is cut over a tensor-parallel group, too."""
+    """An AwayWeight that is also cut over a tensor-parallel group."""
 
 
 def give_back(parameter: nn.Parameter, fetch: Callable[[], None], keeps_writes: bool) -> None:
-    """Gives its memory back; its shape stays. fetch: gathers it, for whoever reads it. keeps_writes: or
-    writes it."""
+    """Frees the parameter's memory; its shape stays. fetch: gathers it when it is read. keeps_writes: writes
+    into it count; otherwise they are refused."""
     parameter.untyped_storage().resize_(0)
     _send_away(parameter, fetch, keeps_writes)
 
 
 def mark_old(parameter: nn.Parameter) -> None:
-    """Its memory stays, and has values of before an update until `take_back`: the new ones come for whoever
-    reads it."""
+    """Marks the parameter's values as older than an update, until `take_back`. Its memory stays; code that
+    reads it gets the new values."""
     if isinstance(parameter, ShardedParameter) and not isinstance(parameter, AwayWeight):
         _send_away(parameter, partial(parameter.handle.bring, parameter), keeps_writes=False)
 
@@ -145,7 +144,7 @@ def _send_away(parameter: nn.Parameter, fetch: Callable[[], None], keeps_writes:
 
 
 def take_back(parameter: nn.Parameter) -> None:
-    """It has memory again, of which nothing is written yet."""
+    """Gives the parameter memory again, which the caller has to fill."""
     if isinstance(parameter, AwayWeight):
         is_cut = isinstance(parameter, CutParameter)
         parameter.__class__ = ShardedCutParameter if is_cut else ShardedParameter
@@ -157,16 +156,16 @@ def take_back(parameter: nn.Parameter) -> None:
 
 
 def is_ordinary_matrix(parameter: nn.Parameter) -> bool:
-    """Whether a frozen parameter can be cut: quantised ones, say, are of a class of their own."""
+    """Whether a frozen parameter can be cut. Quantised ones, for example, have another class and cannot."""
     is_known = type(parameter) in _SHARDED and parameter.is_floating_point()
     return is_known and parameter.dim() >= 2 and parameter.is_contiguous()
 
 
 def own_memory(parameter: nn.Parameter, name: str) -> None:
-    """Its memory is its alone and can be given back: what is mapped from a file, or what several parameters
-    share, is copied.
+    """Makes the parameter's memory its own, so that it can be freed. Memory that is mapped from a file, or
+    shared by several parameters, is copied.
 
-    Raises ValueError for a parameter of another class than nn.Parameter."""
+    Raises ValueError for a parameter of another class than nn.Parameter or CutParameter."""
     if type(parameter) not in _SHARDED:
         raise ValueError(
             f"Stage 3 gives back the memory of weights between calls, and {name} is a "
@@ -181,8 +180,8 @@ def _refuse(parameter: AwayWeight, func: Callable) -> None:
     name = getattr(func, "__name__", func)
     raise RuntimeError(
         f"{'an assignment to .data' if name == '__set__' else name} would write into {parameter.sharded_as} "
-        f"{list(parameter.shape)}, of which this rank keeps rows and others have new values: what is written "
-        "into the whole is lost. Write within `with handle.writes():`, on every rank, or before shard()."
+        f"{list(parameter.shape)}, but this rank keeps only some of its rows, so the write would be lost. "
+        "Write within `with handle.writes():`, on every rank, or before shard()."
     )
 
 
@@ -194,12 +193,12 @@ def _reads_values(func: Any) -> bool:
 
 
 def _writes(func: Callable, args: tuple, kwargs: dict[str, Any], parameter: AwayWeight) -> bool:
-    """Whether `parameter` is written by it: the first argument of what torch names so, or `out`."""
+    """Whether `func` writes `parameter`: as first argument, if torch's naming says in place, or as `out`."""
     if any(each is parameter for each in tree_leaves(kwargs.get("out"))):
         return True
     name = getattr(func, "__name__", "")
     operator = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
     in_place = name.endswith("_") and not name.endswith("__")
-    target = args[0] if args else kwargs.get("tensor")  # torch.nn.init names it
+    target = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes it by name
     writes = in_place or operator or name in ("__setitem__", "__set__")
     return writes and any(each is parameter for each in tree_leaves(target))

@@ -1,4 +1,4 @@
-"""One bucket's parameters on this rank: which of their rows it keeps, and how the whole comes back."""
+"""One bucket's parameters on this rank: the rows that it keeps, and the gather that restores the whole."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pyruntime.nn.cut import memory_of
 
 
 class BucketWeights:
-    """One bucket's parameters, and which rows of them are this rank's. Under way it is a flight of its axis.
+    """One bucket's parameters, and this rank's rows of them. Its gather is a flight of `axis`.
 
-    apart: this rank's rows have memory of their own, because that of the parameters comes and goes. frozen:
-    nobody updates them, and what is written into the parameters counts, of each rank for its rows. wire: of
-    a matrix that is alone and apart, what its rows travel as; this rank's are rounded alike in the parameter.
-    """
+    apart: this rank's rows have memory of their own, because the parameters' memory comes and goes. frozen:
+    the parameters are never updated; a write into the whole counts, and each rank takes its rows of it.
+    wire: if the bucket is one matrix and apart, the format in which rows travel. In the parameter this
+    rank's own rows are rounded alike."""
 
     def __init__(
         self,
@@ -40,18 +40,18 @@ class BucketWeights:
         if bucket.is_matrix and wire != "same":
             self._rounding = Wire(wire, bucket.width, bucket.dtype, bucket.device)
         self._wire = self._rounding
-        """Of the gather that is under way."""
+        """The format of the gather under way."""
         self.is_cut = axis.size > 1
         self.is_under_way = False
         self._gather: _C.LineGather | None = None
         self.is_current = True
-        """The parameters hold the values of all ranks' rows."""
+        """Whether the parameters hold the values of all ranks' rows."""
         self._apart = apart and self.is_cut
         self._stays = False
-        """Somebody else than its modules has read it: whole until the next update."""
+        """Whether code other than its modules has read it: then it stays whole until the next update."""
         if self._apart and not any(map(_has_memory, bucket.parameters)):
             self.rows = [self._new_rows(part) for part in bucket.parts]
-            """This rank's rows of each part, contiguous: what the optimizer updates."""
+            """This rank's rows of each part, contiguous; the optimizer updates them."""
             self.free()
             return
         if self._apart:
@@ -72,20 +72,20 @@ class BucketWeights:
         return torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
 
     def take_rows_of(self, owner: int, whole: Tensor) -> None:
-        """Of one of its parameters this rank's rows are those of `whole`."""
+        """Takes this rank's rows of the bucket's parameter number `owner` from `whole`."""
         for part, rows in zip(self.bucket.parts, self.rows, strict=True):
             if part.owner == owner:
                 first = part.first_row + self.axis.rank * part.share
                 rows.copy_(torch.atleast_1d(whole)[first : first + len(rows)])
 
     def take_parameters(self) -> None:
-        """The parameters, which are whole, have been written: this rank's rows are theirs."""
+        """Takes this rank's rows from the parameters, which are whole and have been written."""
         if self._apart and not any(isinstance(each, AwayWeight) for each in self.bucket.parameters):
             for part, rows in zip(self.bucket.parts, self.rows, strict=True):
                 rows.copy_(self._own_rows(part))
 
     def has_changed(self) -> None:
-        """This rank's rows have been written. What is under way holds values of before, and lands first."""
+        """Notes that this rank's rows were written. A gather under way has old values and is completed."""
         self._land()
         self.is_current, self._stays = not self.is_cut, False
         if self.is_cut and not self._apart:
@@ -93,17 +93,17 @@ class BucketWeights:
                 mark_old(parameter)
 
     def begin(self) -> None:
-        """The gather is under way when it returns, unless nothing has changed."""
+        """Begins the gather, unless the parameters are current or it is under way."""
         if not self.is_current and not self.is_under_way:
             self._begin(self.rows)
 
     def begin_again(self) -> None:
-        """The gather is under way when it returns, whether anything has changed or not."""
+        """Begins the gather, even if nothing has changed."""
         self.has_changed()
         self._begin(self.rows)
 
     def begin_ahead(self, rows: Sequence[Tensor]) -> None:
-        """As begin(), of what this rank's rows are going to be."""
+        """Begins the gather with `rows`, the values that this rank's rows are going to have."""
         self.has_changed()
         self._begin(rows)
 
@@ -119,13 +119,12 @@ class BucketWeights:
         self.axis.add(self)
 
     def bring(self) -> None:
-        """The parameters are current when it returns."""
+        """Gathers the parameters; they are current when it returns."""
         self.begin()
         self._land()
 
     def bring_exact(self) -> None:
-        """The parameters hold the values of all ranks' rows, not rounded, when it returns; modules will
-        gather them anew as they travel."""
+        """Gathers all ranks' rows without rounding. Modules gather them again in the wire's format."""
         if self._rounding is self._exact or not self.is_cut:
             self.bring()
             return
@@ -136,7 +135,7 @@ class BucketWeights:
         self._wire, self.is_current = self._rounding, False
 
     def free(self) -> None:
-        """Gives the parameters' memory back; their shapes stay. What somebody else has read stays."""
+        """Frees the parameters' memory, unless other code has read them; their shapes stay."""
         self._land()
         if self._stays:
             return
@@ -147,7 +146,7 @@ class BucketWeights:
         self.is_current = False
 
     def end_stay(self) -> None:
-        """Who has read it, or written, needs it no more."""
+        """Frees the parameters that stayed because other code read or wrote them."""
         if self._stays:
             self._stays = False
             self.free()
@@ -164,7 +163,7 @@ class BucketWeights:
     # -- as a flight
 
     def advance(self) -> None:
-        # Apart, the parameters have no memory before a module reads them.
+        # If apart, the parameters have no memory before a module reads them.
         if self._gather is not None and not self._apart and self._gather.has_come():
             self._take(self._gather)
 
@@ -180,7 +179,6 @@ class BucketWeights:
         return self._gather is None
 
     def _send(self, gather: _C.LineGather, rows: Sequence[Tensor]) -> None:
-        """Sends `rows` as this rank's."""
         bucket = self.bucket
         own = [part.view(-1, bucket.width) for part in rows]
         for index, (begin, count) in enumerate(gather.own_chunks()):
@@ -195,7 +193,7 @@ class BucketWeights:
             gather.publish(index)
 
     def _take(self, gather: _C.LineGather) -> None:
-        """Writes what has come into the parameters."""
+        """Copies the gathered rows into the parameters."""
         bucket = self.bucket
         with marked("dp take weights", bucket.name):
             for parameter in bucket.parameters:

@@ -1,15 +1,13 @@
-"""How parameters are cut over the data-parallel ranks and travel together.
+"""Cuts parameters over the data-parallel ranks, into buckets that travel together.
 
-A parameter is cut by rows as DTensor's Shard(0) cuts (every rank ceil(n / S) rows, the last ones fewer),
-each part of a merged one (q, k, v) by itself. What travels in one flight is a Bucket: one weight matrix, or
-several small parameters. A bucket is seen as lines of `width` elements in S segments of equal size, one for
-each rank::
+A parameter is cut by rows as DTensor's Shard(0) cuts (every rank ceil(n / S) rows, the last ones fewer). Each
+part of a merged one (q, k, v) is cut by itself. A Bucket travels in one flight: one weight matrix, or several
+small parameters. It consists of lines of `width` elements in S segments of equal size, one for each rank::
 
     segment r = [rank r's rows of part 0 | of part 1 | ... | one mark for each parameter]
 
-Where a rank has fewer rows than the first, zeros fill its segment. A mark says that its parameter got a
-gradient. A chunk of a flight is any run of lines of one segment, so the same arithmetic serves every
-transport.
+If a rank has fewer rows than the first, zeros fill its segment. A mark says that its parameter got a
+gradient. A chunk of a flight is any run of lines of one segment, so one arithmetic serves every transport.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ from pyruntime.nn.cut import memory_of
 class BucketPart:
     """Rows of one parameter that are one tensor in a state dict.
 
-    Lines are per segment; a row of the parameter is `lines_per_row` of them.
+    Lines count within a segment; a row of the parameter is `lines_per_row` of them.
     """
 
     owner: int
-    """Which of the bucket's parameters."""
+    """Index of its parameter in the bucket."""
     key: str
     """Name in a state dict."""
     first_row: int
@@ -43,7 +41,7 @@ class BucketPart:
     """First line in a segment."""
 
     def local_rows(self, segment: int) -> int:
-        """Rows that rank `segment` really holds."""
+        """Returns the number of rows that rank `segment` really holds."""
         return max(0, min(self.share, self.rows - segment * self.share))
 
     @property
@@ -53,8 +51,8 @@ class BucketPart:
 
 @dataclass(frozen=True)
 class LineSpan:
-    """Lines of a chunk that are rows of one parameter: [place, place + count) of the chunk are lines [source,
-    source + count) of the parameter, seen as [-1, width]."""
+    """Lines of a chunk that are rows of one parameter: lines [place, place + count) of the chunk are lines
+    [source, source + count) of the parameter, seen as [-1, width]."""
 
     place: int
     count: int
@@ -63,9 +61,9 @@ class LineSpan:
 
 
 class Bucket:
-    """Trainable parameters that travel together, by name; see the module's docstring.
+    """Parameters that travel together; see the module's docstring.
 
-    named: of one dtype and device. segments: S. A line is a row of a matrix that is alone, else one element.
+    named: of one dtype and device. segments: S. A line is a row of a bucket's only matrix, or one element.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], segments: int):
@@ -73,9 +71,9 @@ class Bucket:
         self.name = f"{first} and {len(more)} more" if more else first
         self.parameters, self.segments = [parameter for _, parameter in named], segments
         self.is_matrix = not more and alone.dim() >= 2
-        """One parameter, whose rows are the lines."""
+        """Whether it is one parameter, whose rows are the lines."""
         self.width = max(1, alone.numel() // max(1, _rows(alone))) if self.is_matrix else 1
-        """Elements of a line, which divides every parameter's row."""
+        """Elements of a line; it divides every parameter's row."""
         self.parts: list[BucketPart] = []
         offset = 0
         for owner, (name, parameter) in enumerate(named):
@@ -96,15 +94,15 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Of what travels in its dtype."""
+        """Bytes that travel, in the bucket's dtype."""
         return self.lines * self.width * self.dtype.itemsize
 
     def lines_of(self, tensor: Tensor) -> Tensor:
-        """A tensor of the shape of one of the parameters as lines [-1, width]."""
+        """Returns a tensor with the shape of one of the parameters as lines [-1, width]."""
         return memory_of(tensor).reshape(-1, self.width)
 
     def spans(self, begin: int, count: int) -> Iterator[LineSpan]:
-        """The rows of parameters in the lines [begin, begin + count), which lie in one segment."""
+        """Yields the rows of parameters in the lines [begin, begin + count), which lie in one segment."""
         segment, start = divmod(begin, self.segment_lines)
         end = start + count
         for part in self.parts:
@@ -115,7 +113,7 @@ class Bucket:
                 yield LineSpan(low - start, high - low, part.owner, source)
 
     def fill(self, chunk: Tensor, begin: int, got: Sequence[bool]) -> None:
-        """Writes what a chunk [count, width] holds beside rows: zeros, and the marks of `got` by
+        """Writes the rest of a chunk [count, width] beside its rows: zeros, and marks of `got`, by
         parameter."""
         count = len(chunk)
         at = 0
@@ -134,21 +132,21 @@ class Bucket:
         return self.is_matrix and len(self.parts) == 1
 
     def lines_with(self, rows: Tensor) -> Tensor:
-        """Of a table, bool [lines]: those of `rows`, bool by row of the parameter, and the marks."""
+        """Returns a table's bool [lines]: true for `rows`, bool by row of the parameter, and for marks."""
         (part,) = self.parts
         filled = rows.new_zeros(self.segments, part.share)
         filled.view(-1)[: len(rows)] = rows
         return torch.nn.functional.pad(filled, (0, 1), value=True).flatten()
 
     def rows_of(self, lines: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a table, the rows of the parameter that these lines are, int64, and which of them are marks
-        instead, bool, with row 0."""
+        """Returns for lines of a table the parameter's rows, int64, and whether each is a mark instead, bool.
+        A mark has row 0."""
         segment, within = lines // self.segment_lines, lines % self.segment_lines
         marks = within == self.marks
         return torch.where(marks, 0, segment * self.marks + within), marks
 
     def views(self, segment: Tensor, rank: int) -> list[Tensor]:
-        """What a segment's tensor [segment_lines, width] holds of each part, [local rows, ...]."""
+        """Returns the rows of each part, [local rows, ...], in a rank's segment [segment_lines, width]."""
         result = []
         for part in self.parts:
             lines = part.local_rows(rank) * part.lines_per_row
@@ -157,12 +155,11 @@ class Bucket:
         return result
 
     def got(self, segment: Tensor) -> Tensor:
-        """Which parameters some rank had a gradient for, by the marks of a reduced segment: bool, where that
-        is."""
+        """Returns by a reduced segment's marks which parameters got a gradient: bool, on its device."""
         return segment[self.marks :, 0] != 0
 
     def mark(self, segment: Tensor, got: Tensor) -> None:
-        """The inverse of got(), which becomes the marks of a reduced segment."""
+        """Writes `got` as the marks of a reduced segment; the inverse of got()."""
         segment[self.marks :, 0] = got.to(segment.dtype)
 
 
@@ -171,7 +168,7 @@ def _rows(parameter: Tensor) -> int:
 
 
 def _parts_of(name: str, parameter: nn.Parameter) -> list[tuple[str, int, int]]:
-    """(state-dict key, first row, rows) of the tensors that a parameter's rows are."""
+    """Returns (state-dict key, first row, rows) of the tensors that a parameter's rows are."""
     layout = getattr(parameter, "tp_layout", None)
     if layout is None or layout.dim != 0 or len(layout.parts) == 1:
         key = name if layout is None else _sibling(name, layout.parts[0].key)
@@ -192,8 +189,8 @@ def _sibling(name: str, key: str) -> str:
 def cut_into_buckets(
     named: Sequence[tuple[str, nn.Parameter]], segments: int, bucket_bytes: int
 ) -> list[Bucket]:
-    """Buckets of `named` parameters in their order: matrices of `bucket_bytes` or more alone, what is smaller
-    up to that size together, matrices or vectors, by dtype and device."""
+    """Puts `named` parameters into buckets. A matrix of `bucket_bytes` or more has its own. Smaller matrices
+    share buckets of at most that size, by dtype and device, and so do vectors."""
     buckets: list[Bucket] = []
     filling: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:

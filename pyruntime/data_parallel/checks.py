@@ -1,4 +1,4 @@
-"""Models and options that shard() refuses, before anything is changed, and torch.compile, at any time."""
+"""Refuses models and options that shard() cannot take, before anything changes, and torch.compile always."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pyruntime.data_parallel.axes import Axes
 def check_weight_wire(wire: WireFormat, stage: int, axes: Axes) -> None:
     if stage != 3:
         raise ValueError(
-            f'weight_wire="{wire}" at stage={stage}, where what is gathered is what ranks keep; use stage 3, '
-            "or leave it out."
+            f'weight_wire="{wire}" needs stage=3: at stage={stage} the gathered weights are the stored ones; '
+            "use stage 3, or leave weight_wire out."
         )
     if axes.shard.size == 1:
         raise ValueError(
@@ -31,13 +31,13 @@ def check_compression(stage: int, axes: Axes) -> None:
         raise ValueError("compression was asked for, and one rank alone sends nothing; leave it out.")
     if stage == 3:
         raise ValueError(
-            "compression was asked for at stage=3, where weights travel as they are, twice as much as "
+            "compression was asked for at stage=3, where weights travel uncompressed, twice as often as "
             "gradients; use stage 0, 1 or 2."
         )
 
 
 def check_kinds(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """ValueError for parameters whose gradients cannot travel as rows."""
+    """Raises ValueError for parameters whose gradients cannot travel as rows."""
     sparse = {
         id(module.weight): name
         for name, module in model.named_modules()
@@ -46,24 +46,24 @@ def check_kinds(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> 
     for name, parameter in named:
         if id(parameter) in sparse:
             raise ValueError(
-                f"{sparse[id(parameter)]} has sparse gradients, and shard() reduces dense rows (of a "
-                "table, those that a step has read); make it with sparse=False."
+                f"{sparse[id(parameter)]} has sparse gradients, but shard() reduces dense rows (of a "
+                "table, those that a step has touched); make it with sparse=False."
             )
         if parameter.is_complex():
             raise ValueError(
-                f"{name} is {parameter.dtype}, and shard() reduces real numbers alone; keep the real and the "
+                f"{name} is {parameter.dtype}, but shard() reduces only real numbers; keep the real and the "
                 "imaginary part as two parameters (torch.view_as_real)."
             )
         if not parameter.is_contiguous():
             raise ValueError(
                 f"{name} {list(parameter.shape)} has strides {list(parameter.stride())} (such as "
-                "channels_last), and shard() takes rows that lie one after the other; call "
+                "channels_last), but shard() takes rows that lie one after the other; call "
                 "model.to(memory_format=torch.contiguous_format) first."
             )
 
 
 def check_uncompiled(model: nn.Module) -> None:
-    """ValueError for a model of which torch.compile is to trace a part."""
+    """Raises ValueError if torch.compile is to trace a part of the model."""
     for name, module in model.named_modules():
         compiled = isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
         if compiled and next(module.parameters(), None) is not None:
@@ -71,30 +71,30 @@ def check_uncompiled(model: nn.Module) -> None:
 
 
 def refuse_compiled(module: nn.Module, _args: tuple) -> None:
-    """A forward pre-hook of sharded modules: RuntimeError where torch.compile traces one."""
+    """A forward pre-hook of sharded modules that raises RuntimeError if torch.compile traces one."""
     if is_compiling():
         _raise_compiled(module)
 
 
 refuse_compiled.brings_no_weight = True  # type: ignore[attr-defined]
-"""Linears that read one input may be multiplied together past it."""
+"""Says that linears with this hook that read one input may be multiplied together."""
 
 
 _NOT_COMPILED = (
     "the weights and gradients of a sharded model travel by hooks that it cannot trace; compile functions "
-    "that hold no weights (an activation, a loss), or leave it out."
+    "that hold no weights (an activation, a loss), or do without it."
 )
 
 
 @torch.compiler.disable(reason=f"shard() has sharded this module, and {_NOT_COMPILED}")
 def _raise_compiled(module: nn.Module) -> None:
-    if any(hasattr(parameter, "sharded_as") for parameter in module.parameters()):  # a copy's are not
+    if any(hasattr(parameter, "sharded_as") for parameter in module.parameters()):  # not so in a copy
         raise RuntimeError(f"torch.compile was asked to trace a sharded module, and {_NOT_COMPILED}")
 
 
 def check_ranks(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
-    """ValueError where ranks that hold different shards of a parameter would be given the same, or where each
-    would write into a weight in its forward pass."""
+    """Raises ValueError if ranks with different shards of a parameter would be given the same values, or if
+    each rank would write into a weight in its forward pass."""
     for name, module in model.named_modules():
         if (
             isinstance(module, nn.Embedding | nn.EmbeddingBag)

@@ -1,4 +1,4 @@
-"""Gradients of a rank that shares them with no other: they stay in `.grad` until the optimizer takes them."""
+"""Gradients of a rank that shares them with no other: `.grad` has them until the optimizer takes them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pyruntime.nn.weight_sinks import AddedToGrad
 
 
 class LocalGradients(AddedToGrad):
-    """What `GradientReducer` does, over one rank. on_gradient(bucket, rows of each part, None where there are
-    none) is called for every bucket by `finish()`."""
+    """Does for one rank what `GradientReducer` does for several. `finish()` calls on_gradient(bucket, rows of
+    each part, None if there are none) for every bucket."""
 
     def __init__(self, buckets: Sequence[Bucket], on_gradient: Callable[[Bucket, list[Tensor | None]], None]):
         super().__init__()
@@ -25,7 +25,7 @@ class LocalGradients(AddedToGrad):
         return contextlib.nullcontext()
 
     def finish(self) -> None:
-        """Hands over what `.grad` holds, where it is, and leaves nothing there."""
+        """Hands over what `.grad` holds, without a copy, and leaves nothing there."""
         for bucket in self._buckets:
             rows: list[Tensor | None] = []
             for part in bucket.parts:
@@ -39,4 +39,4 @@ class LocalGradients(AddedToGrad):
             self._on_gradient(bucket, rows)
 
     def close(self) -> None:
-        """Gradients are autograd's already."""
+        """Does nothing: autograd has the gradients already."""

@@ -1,11 +1,11 @@
-"""A model that begins on meta, and becomes a sharded one without any rank ever holding all of it.
+"""Shards a model that begins on meta, so that no rank ever holds all of it.
 
     with pyruntime.on_meta():
         model = AutoModelForCausalLM.from_config(config)
     handle = pyruntime.shard(model, mesh, stage=3)
     handle.load_pretrained(folder)                          # each rank reads its rows
 
-or the first rank has the model, and sends it a parameter at a time."""
+Or the first rank has the model and sends it to the others, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _Names: Any = tuple[list[str], list[str]]
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Modules that are built within it have their parameters on meta, without memory; their buffers, which
-    their constructors compute, are real."""
+    """Builds modules with parameters on meta, without memory. Buffers, which constructors compute, are
+    real."""
 
     def move(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
-            return None  # as it is
+            return None  # leaves it as it is
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
     hook = register_module_parameter_registration_hook(move)
@@ -49,11 +49,11 @@ def on_meta() -> Iterator[None]:
 
 
 def of_first_rank(model: nn.Module, stage: int, axes: Axes) -> list[str]:
-    """The parameters that are on meta on some ranks and real on the first: it sends them. Every rank calls
-    it.
+    """Names the parameters that the first rank sends: on meta on some ranks, real on the first. Every rank
+    calls it.
 
-    Raises ValueError, on every rank alike, where a model on meta cannot be sharded so, or the first rank
-    alone has no values."""
+    Raises ValueError, on every rank, if a model on meta cannot be sharded this way, or if another rank has
+    values that the first lacks."""
     mesh = axes.shard.mesh if axes.shard.size > 1 else axes.replicate.mesh
     named = list(model.named_parameters())
     mine = [name for name, p in named if p.is_meta], [name for name, b in model.named_buffers() if b.is_meta]
@@ -65,13 +65,13 @@ def of_first_rank(model: nn.Module, stage: int, axes: Axes) -> list[str]:
         return []
     if stage != 3 or axes.replicate.size > 1 or axes.shard.size == 1:
         raise ValueError(
-            f"{listed(sorted(set.union(*parameters)))} are on meta, and a model begins there at stage=3 over "
-            "one axis of several ranks; use that, or model.to_empty(device=...) and load values first."
+            f"{listed(sorted(set.union(*parameters)))} are on meta, and a model begins there only at stage=3 "
+            "over one axis of several ranks; use that, or model.to_empty(device=...) and load values first."
         )
     if buffers := [name for _, names in everyone for name in names]:
         raise ValueError(
-            f"The buffers {listed(buffers)} are on meta, and what they hold is computed as a module is "
-            "built; build the model within pyruntime.on_meta(), which leaves buffers real."
+            f"The buffers {listed(buffers)} are on meta, which loses the values that constructors compute; "
+            "build the model within pyruntime.on_meta(), which leaves buffers real."
         )
     sent = []
     for name, _ in named:
@@ -80,8 +80,8 @@ def of_first_rank(model: nn.Module, stage: int, axes: Axes) -> list[str]:
             name_of = partial(comm.rank_name, comm.group_name(mesh))
             first, other = name_of(0), name_of(lacking.index(False))
             raise ValueError(
-                f"{name} is on meta on {first}, and has values on {other}; the first rank's count: build the "
-                "model there, or on meta on every rank."
+                f"{name} is on meta on {first} and has values on {other}, but the first rank's are used; "
+                "build the model there, or on meta on every rank."
             )
         if any(lacking) and not lacking[0]:
             sent.append(name)
@@ -89,8 +89,8 @@ def of_first_rank(model: nn.Module, stage: int, axes: Axes) -> list[str]:
 
 
 def take_memory(model: nn.Module, device: torch.device, bucket_bytes: int) -> None:
-    """Parameters on meta are real ones from here on, of unknown values; those of `bucket_bytes` or more,
-    which are going to be cut, without memory. Tied ones stay tied."""
+    """Replaces parameters on meta by real ones of unknown values. Matrices of `bucket_bytes` or more, which
+    are going to be cut, get no memory. Tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -106,8 +106,8 @@ def take_memory(model: nn.Module, device: torch.device, bucket_bytes: int) -> No
 
 @torch.no_grad()
 def take_from_first(weights: Sequence[BucketWeights], names: Sequence[str], mesh: DeviceMesh) -> None:
-    """The first rank sends the parameters of these names, one after the other; of each a rank keeps its
-    rows. Every rank calls it."""
+    """Broadcasts the named parameters from the first rank, one after the other. Each rank keeps its rows.
+    Every rank calls it."""
     group = comm.process_group(mesh)
     for each in weights:
         for owner, parameter in enumerate(each.bucket.parameters):
@@ -124,9 +124,9 @@ def take_from_first(weights: Sequence[BucketWeights], names: Sequence[str], mesh
 
 @torch.no_grad()
 def read_rows(weights: Sequence[BucketWeights], folder: str | Path) -> None:
-    """This rank's rows out of the safetensors of a Hugging Face folder; nothing else is read.
+    """Reads this rank's rows, and nothing else, from the safetensors of a Hugging Face folder.
 
-    Raises ValueError or OSError where the folder lacks a tensor or is damaged, or for another shape."""
+    Raises ValueError or OSError if the folder lacks a tensor or is damaged, or if a shape differs."""
     directory = Path(folder)
     files = find_tensors(directory)
     wanted: list[tuple[str, BucketWeights, int]] = []
@@ -147,7 +147,7 @@ def _read(key: str, stored: object, path: Path, each: BucketWeights, place: int)
     shape = list(stored.get_shape())  # type: ignore[attr-defined]
     wanted = list(each.bucket.parameters[part.owner].shape)
     if shape != wanted:
-        raise ValueError(f"{key} in {path} has shape {shape}, and the model makes it {wanted}.")
+        raise ValueError(f"{key} in {path} has shape {shape}, but the model needs {wanted}.")
     first = each.axis.rank * part.share
     found: Tensor = stored[first : first + len(rows)] if shape else stored[:].reshape(1)  # type: ignore[index]
     rows.copy_(found)

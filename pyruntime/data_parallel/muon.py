@@ -1,17 +1,19 @@
-"""Muon: a matrix steps along its momentum made orthogonal, which takes all of the matrix.
+"""Muon: a matrix steps along its orthogonalized momentum, which needs the whole matrix.
 
-A rank has rows of a matrix, or of its tensor-parallel shard, and their momentum. What is to be made
-orthogonal goes from there to the one rank that owns the matrix, over the ranks that share states and then
-over the tensor-parallel ones, and comes back the same way::
+A rank has rows of a matrix, or of its tensor-parallel shard, and their momentum. One rank owns the matrix and
+orthogonalizes it. It gets the rows over the ranks that share states, then over the tensor-parallel ranks; the
+result goes back the same way::
 
     rows [r, c] -> shard [R, c] on ranks (owner, 0..T-1) -> matrix [M, N] on rank (owner, owner)
     rows of O   <- shard of O                             <- O = Newton-Schulz(matrix)
 
-Every rank owns matrices of about as much work. Where the step before was not clipped, a bucket's matrices
-leave as soon as its gradient is reduced, during the backward pass; their owners multiply them in the waits of
-that pass and of the step's exchanges, as weight gradients are (csrc/ops/newton_schulz.h). step() needs the
-directions: what is left then is multiplied while others' come. A step that is clipped after all begins anew
-with the factor; momentum and weights have not changed.
+Every rank owns matrices of about as much work. If the step before was not clipped, a bucket's matrices leave
+as soon as its gradient is reduced, during the backward pass. Owners multiply them in the waits of that pass
+and of the step's exchanges, as weight gradients are (csrc/ops/newton_schulz.h); on devices on a stream of its
+own. step() needs the directions, so it multiplies the rest while those of others arrive. A step that is
+clipped after all begins anew with the factor; momentum and weights have not changed.
+
+On devices the host waits for nothing: a factor that is a tensor there is not read.
 """
 
 from __future__ import annotations
@@ -34,12 +36,11 @@ from pyruntime.data_parallel.pieces import Gathering, MatrixCut, Scattering, Who
 from pyruntime.data_parallel.update import Own, PartState
 
 LIKE_ADAMW = 0.2
-"""Root mean square of a step of AdamW over its learning rate (Liu et al. 2025, arXiv 2502.16982, section
-2.2)."""
+"""Root mean square of AdamW's step over its rate (Liu et al. 2025, arXiv 2502.16982, section 2.2)."""
 PLACE = 3
-"""Within the class dp: after gradients, weights and what replicas exchange."""
+"""Place within traffic class dp, after gradients, weights and what replicas exchange."""
 MOST = 2
-"""Flights under way at once: an owner multiplies what left two buckets before."""
+"""Flights under way at once: an owner multiplies matrices that left two buckets before."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -48,17 +49,17 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class Muon:
-    """Which parameters Muon updates, in place of AdamW (Jordan 2024, kellerjordan.github.io/posts/muon; the
+    """The parameters that Muon updates in place of AdamW (Jordan 2024, kellerjordan.github.io/posts/muon; the
     factor of the step: Liu et al. 2025, arXiv 2502.16982, equation 4)::
 
         M = momentum M + (1 - momentum) G         O = Newton-Schulz(momentum M + (1 - momentum) G)
         W = W (1 - lr decay) - lr 0.2 sqrt(max(m, n)) O             of W [m, n]
 
-    That is torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but that moments and masters are fp32 and
-    Newton-Schulz has the weights' dtype. The parts of merged parameters (q, k, v) are matrices of their own.
+    That is torch.optim.Muon with adjust_lr_fn="match_rms_adamw", except that moments and masters are fp32 and
+    Newton-Schulz has the weights' dtype. The parts of merged parameters (q, k, v) are separate matrices.
 
-    matrices: of hidden layers. Embeddings, heads and what is no matrix are better left to AdamW.
-    momentum: decay of the running mean of the gradient a step.
+    matrices: of hidden layers. Leave embeddings, heads and what is no matrix to AdamW.
+    momentum: decay of the gradient's running mean in a step.
     """
 
     matrices: Sequence[nn.Parameter] = ()
@@ -67,13 +68,13 @@ class Muon:
 
 @dataclass(frozen=True)
 class Matrix:
-    """How a matrix lies over the ranks: these rows of what a tensor-parallel rank has of it."""
+    """The layout of a matrix over the ranks: this rank has rows of its tensor-parallel rank's part."""
 
     shape: tuple[int, int]
-    """Of all of it."""
+    """Shape of the whole matrix."""
     over_shard: MatrixCut
     over_tp: MatrixCut | None
-    """None: every tensor-parallel rank has it whole."""
+    """The cut over tensor-parallel ranks; None: each of them has it whole."""
     tp_group: str
     tp_rank: int
 
@@ -84,8 +85,8 @@ class Matrix:
         layout = getattr(parameter, "tp_layout", None)
         if layout is not None and layout.dim_y is not None:
             raise ValueError(
-                f"{part.key} is cut over two axes of tensor parallelism ({layout.group}), and Muon knows of "
-                "one; leave it to AdamW."
+                f"{part.key} is cut over two axes of tensor parallelism ({layout.group}), and Muon supports "
+                "only one; leave it to AdamW."
             )
         if layout is None or layout.dim is None or layout.group.size == 1:
             return cls(local, MatrixCut(local, 0, shards), None, "", 0)
@@ -96,18 +97,18 @@ class Matrix:
 
     @property
     def work(self) -> int:
-        """Products of one step of Newton-Schulz."""
+        """Multiplications of one step of Newton-Schulz."""
         n, k = sorted(self.shape)
         return 2 * n * n * k + n**3
 
 
 Owner: TypeAlias = tuple[int, int]
-"""Its rank among those that share states, and the tensor-parallel one."""
+"""The owner's rank among those that share states, and its tensor-parallel rank."""
 
 
 def owners(matrices: Sequence[Matrix]) -> list[Owner]:
-    """Who makes which matrix orthogonal, the same on every rank: the one with the least work so far, largest
-    first. What is not cut over tensor-parallel ranks each of these does for itself."""
+    """Returns the owner of each matrix, the same on every rank: the largest first, each to the rank with the
+    least work so far. If a matrix is not cut over tensor-parallel ranks, each of these owns it for itself."""
     load: dict[tuple[str, Owner], int] = {}
     found: dict[int, Owner] = {}
     for index in sorted(range(len(matrices)), key=lambda index: (-matrices[index].work, index)):
@@ -123,25 +124,55 @@ def owners(matrices: Sequence[Matrix]) -> list[Owner]:
 
 @dataclass
 class _UnderWay:
-    """Matrices of one bucket."""
+    """Matrices of one bucket that are under way."""
 
     own: Own
-    scale: float
-    products: dict[int, _C.NewtonSchulz] = field(default_factory=dict)
-    """By their number in `own`, those that this rank owns."""
+    scale: float | Tensor
+    products: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
+    """Calls that return the directions of this rank's matrices, by number in `own`."""
     shards: dict[int, Tensor] = field(default_factory=dict)
-    """Of the directions, what this rank is to scatter."""
+    """The parts of directions that this rank has so far, to scatter or to step along, by number in `own`."""
     flights: list[tuple[FlightAxis, Scattering, list[int]]] = field(default_factory=list)
-    """Directions that come over an axis, and of which matrices."""
+    """Directions that come over an axis, and the numbers of their matrices."""
+    got: set[int] = field(default_factory=set)
+    """Ids of the states with a gradient, which step."""
 
 
-Directions: TypeAlias = list[tuple[PartState, Tensor, float, Tensor]]
-"""A part, this rank's rows of its summed gradient, their factor, and those of the direction."""
+class _Products:
+    """Multiplies Newton-Schulz of matrices on `device`; unless that is the CPU, on a stream beside the
+    caller's."""
+
+    def __init__(self, device: torch.device):
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+
+    def begin(self, matrix: Tensor) -> Callable[[], Tensor]:
+        """Begins with a matrix that nobody writes into any more. The returned function returns the result,
+        ready for the stream that is current then."""
+        stream = self._stream
+        if stream is None:
+            return _C.NewtonSchulz(matrix).finish
+        stream.wait_stream(torch.accelerator.current_stream(stream.device))
+        with stream:
+            product = _C.NewtonSchulz(matrix)
+        matrix.record_stream(stream)
+        done = stream.record_event()
+
+        def finish() -> Tensor:
+            caller, result = torch.accelerator.current_stream(stream.device), product.finish()
+            caller.wait_event(done)
+            result.record_stream(caller)
+            return result
+
+        return finish
+
+
+Directions: TypeAlias = list[tuple[PartState, Tensor, float | Tensor, Tensor]]
+"""A part, this rank's rows of its summed gradient, the factor of these, and the rows of the direction."""
 
 
 class MuonUpdate:
-    """Muon's arithmetic on this rank's rows. states: of all parts, by the ids of their buckets; those with a
-    `matrix` are Muon's. Every rank makes it alike, and calls its methods alike; they raise CommTimeout and
+    """Muon's arithmetic on this rank's rows. states: those of all parts, by id of the bucket; those with a
+    `matrix` are Muon's. Every rank makes it alike and calls its methods alike. They raise CommTimeout and
     PeerLost."""
 
     def __init__(self, states: Mapping[int, Sequence[PartState]], axes: Axes, momentum: float):
@@ -152,6 +183,7 @@ class MuonUpdate:
         self._owner = dict(
             zip(map(id, mine), owners([each.matrix for each in mine if each.matrix]), strict=True)
         )
+        self._products = _Products(mine[0].rows.device if mine else torch.device("cpu"))
         self._shard = FlightAxis(None)
         if mine and axes.shard.mesh is not None:
             self._shard = FlightAxis.of(axes.shard.mesh, PLACE, MOST)
@@ -163,17 +195,17 @@ class MuonUpdate:
         self._under_way: dict[int, _UnderWay] = {}
 
     def has(self, bucket: Bucket) -> bool:
-        """Whether some of its parameters are Muon's."""
+        """Whether Muon updates some of the bucket's parameters."""
         return id(bucket) in self._buckets
 
     def __bool__(self) -> bool:
         return bool(self._buckets)
 
-    # -- there
+    # -- to the owners
 
-    def begin(self, bucket: int, gradients: Own, scale: float) -> None:
-        """What `gradients`, summed over all ranks and times `scale`, make of the matrices of a bucket, by its
-        id, is on its way to who owns them."""
+    def begin(self, bucket: int, gradients: Own, scale: float | Tensor) -> None:
+        """Sends the matrices of a bucket (by its id) to their owners, made of `gradients`, summed over all
+        ranks, times `scale`."""
         own = [each for each in gradients if each[0].matrix is not None]
         if not own:
             return
@@ -201,11 +233,11 @@ class MuonUpdate:
     def _multiply(self, way: _UnderWay, numbers: Sequence[int], wholes: Wholes) -> None:
         for number, whole in zip(numbers, wholes, strict=True):
             if whole is not None:
-                way.products[number] = _C.NewtonSchulz(whole)
+                way.products[number] = self._products.begin(whole)
 
-    def _nesterov(self, state: PartState, rows: Tensor, scale: float) -> Tensor:
-        """This rank's rows of what is made orthogonal, in the dtype of the weights. Each operation rounds by
-        itself, so that no bit depends on where an element lies in the rows."""
+    def _nesterov(self, state: PartState, rows: Tensor, scale: float | Tensor) -> Tensor:
+        """Returns this rank's rows of what is orthogonalized, in the weights' dtype. Each operation rounds by
+        itself, so that no bit depends on an element's place in the rows."""
         with marked("dp momentum"):
             momentum = state.moments["momentum"]
             new = rows.to(momentum.dtype) * ((1 - self._momentum) * scale)
@@ -213,36 +245,41 @@ class MuonUpdate:
             return ahead.to(state.rows.dtype)
 
     def _by_tp_group(self, way: _UnderWay) -> dict[str, list[int]]:
-        """Numbers of its matrices by the group that they are cut over, alike on all ranks."""
+        """Returns the numbers of its matrices by the group that they are cut over, the same on all ranks."""
         groups: dict[str, list[int]] = {}
         for number, (state, _) in enumerate(way.own):
             groups.setdefault(_matrix(state).tp_group, []).append(number)
         return groups
 
-    # -- and back
+    # -- back from the owners
 
-    def settle(self, gradients: Mapping[int, Own], scale: float) -> None:
-        """The step counts, with these gradients by bucket and that factor: matrices that left with another,
-        or not at all, leave now."""
-        if any(way.scale != scale for way in self._under_way.values()):
+    def settle(self, gradients: Mapping[int, Own], scale: float | Tensor) -> None:
+        """Makes the step count, with these gradients by bucket and that factor: matrices that left with
+        another, or not at all, leave now. If the factor, a tensor, is NaN, the step changes nothing."""
+        if isinstance(scale, Tensor):
+            scale = scale.double()
+        if isinstance(scale, Tensor) or any(way.scale != scale for way in self._under_way.values()):
             self.forget()
         for bucket in self._buckets:
+            own = gradients.get(bucket, [])
             if bucket not in self._under_way:
-                self.begin(bucket, gradients.get(bucket, []), scale)
+                self.begin(bucket, own, scale)
+            if bucket in self._under_way:
+                self._under_way[bucket].got = {id(state) for state, _ in own}
         self.bring()
 
     def forget(self) -> None:
-        """The step does not count, or not with this factor."""
+        """Forgets what is under way: the step does not count, or not with this factor."""
         self.bring()
         self._under_way.clear()
 
     def bring(self) -> None:
-        """What has begun is at its owner, and can be multiplied under waits."""
-        for axis in (self._shard, *self._tp.values()):  # the first one's fill the others
+        """Brings what has begun to its owner, where it can be multiplied under waits."""
+        for axis in (self._shard, *self._tp.values()):  # completing flights of the first begins others
             axis.complete_all()
 
     def directions(self, buckets: Iterable[Bucket]) -> Iterator[tuple[Bucket, Directions]]:
-        """Each in turn with what its matrices step along, while the next ones' are on their way."""
+        """Yields each bucket with the directions of its matrices, while the next ones' are on their way."""
         over_tp = _overlapped(buckets, self._scatter_over_tp, _landed)
         return _overlapped(over_tp, self._scatter_over_shard, self._collected)
 
@@ -250,7 +287,7 @@ class MuonUpdate:
         way = self._under_way.pop(id(bucket), None) or _UnderWay([], 1.0)
         for name, numbers in self._by_tp_group(way).items():
             here = [n for n in numbers if self._owner[id(way.own[n][0])][0] == self._shard.rank]
-            wholes = [way.products[n].finish() if n in way.products else None for n in here]
+            wholes = [way.products[n]() if n in way.products else None for n in here]
             if not name:
                 way.shards.update((n, w) for n, w in zip(here, wholes, strict=True) if w is not None)
             elif here:
@@ -272,20 +309,26 @@ class MuonUpdate:
     def _collected(self, one: tuple[Bucket, _UnderWay]) -> tuple[Bucket, Directions]:
         bucket, way = _landed(one)
         return bucket, [
-            (state, rows, way.scale, way.shards[number]) for number, (state, rows) in enumerate(way.own)
+            (state, rows, way.scale, way.shards[number])
+            for number, (state, rows) in enumerate(way.own)
+            if id(state) in way.got
         ]
 
     @torch.no_grad()
     def update(self, directions: Directions, lr: float) -> None:
-        """Momentum, masters and rows become those of the next step."""
+        """Takes the step of momentum, masters and rows."""
         for state, gradient, scale, direction in directions:
             with marked("dp update"):
                 momentum = state.moments["momentum"]
+                weights = state.master if state.has_master else state.rows
+                before = [momentum.clone(), weights.clone()] if isinstance(scale, Tensor) else []
                 new = gradient.to(momentum.dtype) * ((1 - self._momentum) * scale)
                 momentum.mul_(self._momentum).add_(new)
-                weights = state.master if state.has_master else state.rows
                 factor = lr * LIKE_ADAMW * math.sqrt(max(_matrix(state).shape))
                 weights.mul_(1 - lr * state.decay).sub_(direction.to(weights.dtype) * factor)
+                if isinstance(scale, Tensor):
+                    for tensor, old in zip((momentum, weights), before, strict=True):
+                        tensor.copy_(torch.where(scale.isnan(), old, tensor))
                 if state.has_master:
                     state.rows.copy_(weights)
                 state.steps += 1
@@ -302,7 +345,7 @@ def _scattering(axis: FlightAxis, cuts: Sequence[MatrixCut], wholes: Wholes, way
 
 
 def _landed(one: tuple[Bucket, _UnderWay]) -> tuple[Bucket, _UnderWay]:
-    """What has been scattered over an axis is here."""
+    """Waits for what is being scattered over an axis."""
     _, way = one
     for axis, flight, numbers in way.flights:
         axis.complete_up_to(flight)
@@ -312,7 +355,7 @@ def _landed(one: tuple[Bucket, _UnderWay]) -> tuple[Bucket, _UnderWay]:
 
 
 def _overlapped(items: Iterable[T], begin: Callable[[T], U], end: Callable[[U], V]) -> Iterator[V]:
-    """Each is ended, in turn, when the one after it has begun."""
+    """Ends each item, in turn, when the one after it has begun."""
     begun: deque[U] = deque()
     for item in items:
         begun.append(begin(item))

@@ -1,4 +1,4 @@
-"""What torch's tools see of an optimizer over shards."""
+"""The interface of torch.optim.Optimizer for an optimizer over shards."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 
 class OneGroup(Optimizer):
-    """A torch.optim.Optimizer of one group, for schedulers of learning rates. Of the group only "lr" may be
-    set. GradScaler is refused: bf16 needs no scale. drop: lets go of the gradients of a step."""
+    """A torch.optim.Optimizer with one group, for learning-rate schedulers. Only its "lr" may be set.
+    GradScaler is refused: bf16 needs no scale. drop: drops the gradients of a step."""
 
-    takes_shards: ClassVar[bool] = True  # of gradients that are not in `.grad`
+    takes_shards: ClassVar[bool] = True  # its gradients are not in `.grad`
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], drop: Callable[[], None], *, lr: float, **fixed: Any
@@ -30,7 +30,7 @@ class OneGroup(Optimizer):
         self.param_groups[0]["lr"] = lr
 
     def check_group(self) -> None:
-        """Raises RuntimeError where something else than lr was set."""
+        """Raises RuntimeError if something other than lr was set."""
         for name, value in self._fixed.items():
             found = self.param_groups[0].get(name)
             if found is not value and found != value:
@@ -46,15 +46,15 @@ class OneGroup(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.param_groups:
             raise RuntimeError(
-                "The optimizer of a sharded model has one group, of what shard() found; close() the handle "
-                "and shard() the model again to train other parameters."
+                "The optimizer of a sharded model has one group, the parameters that shard() found; close() "
+                "the handle and shard() the model again to train other parameters."
             )
         super().add_param_group(param_group)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What GradScaler asks first."""
+        """Refuses GradScaler, which reads this first."""
         raise RuntimeError(
-            "GradScaler scales losses so that fp16 gradients do not vanish, and this optimizer takes "
-            "gradients as they are; train in bf16 without it, or with GradScaler(enabled=False)."
+            "GradScaler scales losses so that fp16 gradients do not vanish, but this optimizer takes "
+            "gradients without a scale; train in bf16 without it, or with GradScaler(enabled=False)."
         )

@@ -1,10 +1,14 @@
-"""Optimizers of shards: every rank updates the rows it holds, as soon as their gradients are there.
+"""Optimizers over shards: every rank updates the rows that it holds, as soon as their gradients arrive.
 
-Clipping asks for the norm of all gradients before any weight may change. Where the step before was not
-clipped, this one is taken ahead of its norm (Qi et al. 2023, arXiv 2401.10241, "bypassing optimizer
-synchronization"): what rows become if nothing is clipped is computed when their bucket is reduced, and leaves
-for the other ranks. step() has the norm. If it does not clip and is finite, the rows become that; otherwise
-nothing has changed but what others were sent, which they are sent again.
+Clipping needs the norm of all gradients before any weight may change. If the step before was not clipped,
+this one is taken ahead of its norm (Qi et al. 2023, arXiv 2401.10241, "bypassing optimizer synchronization").
+When a bucket is reduced, its rows without clipping are computed and leave for the other ranks. step() has the
+norm. If it is finite and does not clip, those rows become the weights. Otherwise nothing has changed on this
+rank, and the other ranks are sent the right rows again.
+
+On devices the marks that say which parameters got a gradient are read only in step(): the host would wait for
+every bucket. A step is taken ahead as if the parameters of the step before had got theirs again, and taken
+back if not.
 """
 
 from __future__ import annotations
@@ -34,22 +38,21 @@ from pyruntime.ops.layers import sum_of_squares
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks that hold a parameter, each of which takes the same steps from the sum of their gradients."""
+    """The ranks that hold a parameter. Each takes the same steps, from the sum of their gradients."""
 
     group: Group
-    """Of these ranks, as `pyruntime.ops` takes it."""
+    """The group of these ranks, as `pyruntime.ops` takes it."""
     counts: bool
-    """Whether this rank is the one that counts the parameter in the norm of all parts."""
+    """Whether this rank counts the parameter in the norm of all parts; one of them does."""
 
 
 Shared = Mapping[nn.Parameter, Holders]
-"""Parameters that several parts of a model hold, as the first and the last stage of a pipeline hold tied
-embeddings."""
+"""Parameters that several parts of a model hold, such as tied embeddings in a pipeline's end stages."""
 
 
 class NonFiniteGradient(RuntimeError):
-    """A gradient holds NaN or infinity; `parameters` names them, the same on every rank that has the same
-    part of the model."""
+    """A gradient holds NaN or infinity. `parameters` names them, the same on every rank with the same part of
+    the model."""
 
     def __init__(self, parameters: Sequence[str]):
         super().__init__(
@@ -61,30 +64,30 @@ class NonFiniteGradient(RuntimeError):
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step found, the same on every rank."""
+    """The findings of a step, the same on every rank."""
 
     grad_norm: float
-    """Norm of the whole model's mean gradient before clipping; NaN where nothing asked for it."""
+    """Norm of the whole model's mean gradient before clipping; NaN if nothing needed it."""
     skipped: bool
     """Whether the gradient was not finite and nothing was updated."""
 
 
 Arrived: TypeAlias = dict[int, tuple[Own, Tensor | None]]
-"""By bucket, its parts, and marks where these say which parameters got a gradient."""
+"""The parts of each bucket with their gradients, and marks if these have yet to say which are there."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """A sharded model, as its optimizer sees it."""
+    """A sharded model as its optimizer sees it."""
 
     weights: Sequence[BucketWeights]
     axes: Axes
     finish_gradients: Callable[[], None]
-    """All gradients of the step have been handed to `take()` when it returns."""
+    """Waits until all gradients of the step have been handed to `take()`."""
     gatherer: Gatherer
-    """Is told what has been updated."""
+    """Is told which buckets were updated."""
     drop: Callable[[], None]
-    """Lets go of gradients."""
+    """Drops gradients."""
 
     def states(self, with_master: bool) -> dict[int, list[PartState]]:
         """Makes states without moments, for optimizers that keep their own; by id of the bucket."""
@@ -98,27 +101,27 @@ class Shards:
 
 
 class ShardedOptimizer(OneGroup):
-    """Steps over the shards of a model: what all optimizers do with gradients, their norm and new weights;
+    """Steps over the shards of a model. It handles gradients, their norm and new weights for all optimizers;
     `Update` has the arithmetic.
 
-    A parameter without a gradient on any rank is left alone, as torch.optim does. The norm of all gradients
-    clips as a factor on them. With max_norm=0 and nonfinite="ignore" nobody asks for the norm.
+    A parameter without a gradient on any rank is not changed, as in torch.optim. Clipping is a factor on all
+    gradients. With max_norm=0 and nonfinite="ignore" no norm is computed.
 
-    states: by id of the bucket. momentum: of those that Muon updates. group: what torch's tools see of it.
+    states: by id of the bucket. momentum: Muon's. group: options that torch's tools see.
     Options:
 
-        lr: learning rate of the next step; it may be set, best before the backward pass: one that is set
-            after it takes back what was computed ahead.
+        lr: learning rate of the next step. Set it before the backward pass: if it is set later, what was
+            computed ahead is discarded.
         max_norm: largest norm of the whole model's gradient, clipped as torch.nn.utils.clip_grad_norm_ clips;
             0: no clipping.
-        nonfinite: of a step whose gradient holds NaN or infinity: "raise" NonFiniteGradient, "skip" it, or
-            "ignore" that.
-        parts: the ranks, this one among them, whose models are the parts of one (the stages of a pipeline):
-            the norm is that of all of them.
-        shared: parameters that another part has too (tied embeddings): their gradients are summed over
-            their holders, and the norm counts them once.
+        nonfinite: what a step does if its gradient holds NaN or infinity: "raise" NonFiniteGradient, "skip"
+            the step, or "ignore" it.
+        parts: the ranks, this one among them, whose models are parts of one model (the stages of a
+            pipeline); the norm is that of all parts.
+        shared: parameters that another part has too (tied embeddings). Their gradients are summed over their
+            holders, and the norm counts them once.
 
-    Raises ValueError for another `nonfinite`, and for shared parameters where buckets are updated during the
+    Raises ValueError for another `nonfinite`, and for shared parameters if buckets are updated during the
     backward pass.
     """
 
@@ -140,7 +143,7 @@ class ShardedOptimizer(OneGroup):
         parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
         super().__init__(parameters, shards.drop, **group)
         self.handed = Handed()
-        """What `state_dict()` gave."""
+        """The tensors that `state_dict()` returned."""
         self.max_norm = max_norm
         self._nonfinite = nonfinite
         self._axes, self._gatherer = shards.axes, shards.gatherer
@@ -150,16 +153,19 @@ class ShardedOptimizer(OneGroup):
         self._muon = MuonUpdate(self._states, self._axes, momentum)
         if self._shared and self.at_once:
             raise ValueError(
-                "Buckets are updated during the backward pass, where the gradients of parameters that other "
-                'parts of the model share cannot be summed; set max_norm, or nonfinite to "raise" or "skip".'
+                "Gradients of shared parameters (tied weights) are summed after the backward pass, so no "
+                'bucket may be updated during it; set max_norm, or nonfinite to "raise" or "skip".'
             )
         self._device = self._buckets[0].device
         self._tp_groups = dict.fromkeys([(), *(state.tp_groups for state in self._all_states())])
         self._arrived: Arrived = {}
         self._was_plain = False
-        """Whether the last step counted, unclipped: the next one is taken ahead."""
+        """Whether the last step counted, unclipped; then the next one is taken ahead."""
+        self._got: dict[int, list[bool]] = {}
+        """Which parameters got a gradient in the last step, by id of the bucket, if its marks are on a
+        device."""
         self._ahead_lr: float | None = None
-        """Of the buckets of this step that were; None: there are none."""
+        """The learning rate of buckets that were taken ahead in this step; None: there are none."""
         self._held_back = {id(bucket) for bucket in self._buckets if self._has_shared(bucket)}
 
     def _has_shared(self, bucket: Bucket) -> bool:
@@ -168,29 +174,30 @@ class ShardedOptimizer(OneGroup):
 
     @property
     def at_once(self) -> bool:
-        """Whether a bucket is updated as soon as it is reduced."""
+        """Whether nothing is asked for that needs the norm. Then a bucket is updated as soon as it is
+        reduced; if its marks are on a device, its step is taken ahead."""
         asks_for_norm = self.max_norm > 0 or self._nonfinite != "ignore" or self._muon
         return self._update.goes_ahead and not asks_for_norm
 
     def take(self, bucket: Bucket, rows: Sequence[Tensor | None], marks: Tensor | None = None) -> None:
-        """A bucket's gradient has come, summed over all ranks: this rank's rows of each part. Those are None
-        where there is none, or `marks` says which parameters some rank had one for: bool, where the rows
-        are."""
+        """Takes a bucket's gradient, summed over all ranks: this rank's rows of each part. Rows without a
+        gradient are None, or `marks` says which parameters got one on some rank (bool, on that device)."""
         states = self._states[id(bucket)]
         own = [(state, part) for state, part in zip(states, rows, strict=True) if part is not None]
-        if self.at_once:
+        if self.at_once and _can_read(marks):
             self._update.update(with_gradients({0: (own, marks)})[0], self.lr, 1.0 / self._axes.size)
-            if bucket.device.type == "cpu":
-                self._gatherer.ahead(bucket, [state.rows for state in states])
+            self._gatherer.ahead(bucket, [state.rows for state in states])
         elif self._muon.has(bucket) and self._was_plain:
-            own = with_gradients({0: (own, marks)})[0]
-            self._arrived[id(bucket)] = own, None
+            if bucket.device.type == "cpu":  # to read marks, the host would wait for a device
+                own, marks = with_gradients({0: (own, marks)})[0], None
+            self._arrived[id(bucket)] = own, marks
             self._muon.begin(id(bucket), own, 1.0 / self._axes.size)
-        elif self._goes_ahead(bucket):
-            own = with_gradients({0: (own, marks)})[0]
-            self._arrived[id(bucket)] = own, None
+        elif self._goes_ahead(bucket) and (_can_read(marks) or id(bucket) in self._got):
+            got = None if _can_read(marks) else {0: self._got[id(bucket)]}
+            now = with_gradients({0: (own, marks)}, got)[0]
+            self._arrived[id(bucket)] = (now, None) if got is None else (own, marks)
             self._ahead_lr = self.lr if self._ahead_lr is None else self._ahead_lr
-            self._update.ahead(own, self._ahead_lr)
+            self._update.ahead(now, self._ahead_lr)
             rows = [state.rows if state.ahead is None else state.ahead for state in states]
             self._gatherer.ahead(bucket, rows)
         else:
@@ -202,16 +209,15 @@ class ShardedOptimizer(OneGroup):
             self._update.goes_ahead
             and self._was_plain
             and self._axes.shard.size > 1
-            and bucket.device.type == "cpu"
             and id(bucket) not in self._held_back
             and not self._muon.has(bucket)
         )
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
-        """This rank's part of the square of the norm that `step` takes, float64 where the gradients are:
-        those of all ranks of the job add up to it. Reduces what is left of the gradients; every rank calls
-        it, and then step() with the norm."""
+        """Returns this rank's part of the square of the norm that `step` takes, float64 on the gradients'
+        device: the parts of all ranks of the job add up to it. Reduces the remaining gradients. Every rank
+        calls it, and then step() with the norm."""
         self._finish()
         squares = self._squares(lambda state: not state.is_counted_elsewhere)
         whole = torch.stack(list(squares.values())).sum()
@@ -219,16 +225,14 @@ class ShardedOptimizer(OneGroup):
 
     @torch.no_grad()
     def step(self, grad_norm: float | Tensor | None = None, **others: Any) -> StepReport:
-        """Reduces what is left of the gradients, updates the shards and sends the new weights on their way.
-        Every rank calls it.
+        """Reduces the remaining gradients, updates the shards and sends the new weights. Every rank calls it.
 
-        grad_norm: of the whole model's mean gradient, where the caller has exchanged `squared_norm()` among
-        all ranks; by default the ranks exchange it here. One in a Tensor is not read, so that the host does
-        not wait for its device: where it is not finite, nothing is updated.
+        grad_norm: norm of the whole model's mean gradient, if the caller has exchanged `squared_norm()` among
+            all ranks; by default the ranks exchange it here. A Tensor is not read, so that the host does not
+            wait for its device; if it is not finite, nothing is updated.
 
-        Raises NonFiniteGradient on every rank, having updated nothing, where nonfinite="raise"; CommTimeout
-        or PeerLost.
-        """
+        Raises NonFiniteGradient on every rank, with nothing updated, if nonfinite="raise"; TypeError for a
+        closure; CommTimeout or PeerLost."""
         if callable(grad_norm) or others:
             raise TypeError(
                 "step() takes no closure: gradients come during the backward pass and are updated once; run "
@@ -238,7 +242,8 @@ class ShardedOptimizer(OneGroup):
         if grad_norm is None:
             self._finish()
             if self.at_once:
-                self._send_all({})  # each bucket has been updated when it came
+                arrived, self._arrived = self._arrived, {}
+                self._take_step(arrived, 1.0)  # most buckets were updated when they arrived
                 return StepReport(math.nan, False)
             grad_norm = math.sqrt(self._of_all_ranks(self._squares(lambda state: True)))
         arrived, self._arrived = self._arrived, {}
@@ -255,17 +260,17 @@ class ShardedOptimizer(OneGroup):
         return StepReport(grad_norm, False)
 
     def drop_gradients(self) -> None:
-        """Those that have been reduced."""
+        """Drops the gradients that were reduced. Raises RuntimeError if they have been used already."""
         if self.at_once:
             raise RuntimeError(
-                "The gradients of this step have been used as they came, since nothing asks for their norm; "
-                'to drop some, set max_norm, or nonfinite to "raise" or "skip".'
+                "The gradients of this step have updated weights as they came, because nothing needs their "
+                'norm; to drop some, set max_norm, or nonfinite to "raise" or "skip".'
             )
         self._arrived = {}
         self.take_back()
 
     def _finish(self) -> None:
-        """All gradients have arrived when it returns."""
+        """Waits for all gradients, and sums those of shared parameters over their holders."""
         self._finish_gradients()
         self._muon.bring()
         if not self._shared:
@@ -276,19 +281,19 @@ class ShardedOptimizer(OneGroup):
                 rows.copy_(ops.all_reduce(rows.contiguous(), holders.group))
 
     def arrived_rows(self) -> Iterator[tuple[PartState, Tensor]]:
-        """Parts and this rank's rows of their gradients, until step() uses them; in the order of the buckets,
-        so that their norm does not depend on which came first."""
+        """Yields parts and this rank's rows of their gradients, until step() uses them. The order is that of
+        the buckets, so that the norm does not depend on arrival."""
         for number in self._states:
             own, _ = self._arrived.get(number, ([], None))
             yield from own
 
     def _is_counted(self, state: PartState) -> bool:
-        """Whether the norm of all parts counts it here."""
+        """Whether this rank counts the parameter in the norm of all parts."""
         holders = self._shared.get(state.parameter)
         return holders is None or holders.counts
 
     def _squares(self, counts: Callable[[PartState], bool]) -> dict[tuple[str, ...], Tensor]:
-        """Sums of squares of this rank's rows of the mean gradient, by the groups that they are cut over."""
+        """Returns sums of squares of this rank's rows of the mean gradient, by the groups that cut them."""
         rows_of: dict[tuple[str, ...], list[Tensor]] = {names: [] for names in self._tp_groups}
         for state, rows in self.arrived_rows():
             if counts(state) and self._is_counted(state):
@@ -297,13 +302,14 @@ class ShardedOptimizer(OneGroup):
         return {names: square / self._axes.size**2 for names, square in sums.items()}
 
     def _of_all_ranks(self, squares: dict[tuple[str, ...], Tensor]) -> float:
-        """The square of the norm of the whole model's gradient."""
+        """Returns the square of the norm of the whole model's gradient."""
         total = self._over_shards(torch.stack(list(squares.values())))
-        whole = 0.0
+        found = []
         for names, square in zip(squares, total, strict=True):
             for name in names:
                 square = ops.all_gather_stats(square, name).sum()
-            whole += float(square)
+            found.append(square)
+        whole = sum(torch.stack(found).tolist())  # waits for a device once
         if self._parts is None:
             return whole
         mine = torch.tensor([whole], dtype=torch.float64)
@@ -315,7 +321,7 @@ class ShardedOptimizer(OneGroup):
         return ops.all_gather_stats(sums, self._axes.shard.name).sum(0)
 
     def _nonfinite_keys(self, arrived: Arrived) -> list[str]:
-        """Of the parts whose gradient is not finite, the same on all ranks that hold a part of them."""
+        """Returns the keys of parts whose gradient is not finite, alike on all ranks with rows of them."""
         found = [each for own, _ in arrived.values() for each in own if self._is_counted(each[0])]
         if not found:
             return []
@@ -328,16 +334,17 @@ class ShardedOptimizer(OneGroup):
         return [state.part.key for (state, _), good in zip(found, finite, strict=True) if not good]
 
     def _take_step(self, arrived: Arrived, scale: float | Tensor) -> None:
-        """scale: that clips the mean gradient."""
-        gradients = with_gradients(arrived)
+        """Takes the step. scale: factor that clips the mean gradient."""
+        got = read_marks(arrived)
+        gradients = with_gradients(arrived, got)
+        late = {key: got[key] for key, (_, marks) in arrived.items() if not _can_read(marks)}
+        is_as_before = all(self._got.get(key, flags) == flags for key, flags in late.items())
+        self._got |= late
         arrived.clear()
+        is_plain = _is_plain(scale)
         if self._muon:
-            scale = float(scale)
-            if math.isnan(scale):
-                self.take_back()
-                return
-            self._muon.settle(gradients, scale / self._axes.size)
-        self._was_plain = _is_plain(scale)
+            self._muon.settle(gradients, (1.0 if is_plain else scale) / self._axes.size)
+        self._was_plain = is_plain and is_as_before
         if self._axes.shard.size == 1:  # no weights are sent: one pass over everything
             together = [each for own in gradients.values() for each in own if each[0].matrix is None]
             self._update.update(together, self.lr, scale / self._axes.size)
@@ -350,7 +357,7 @@ class ShardedOptimizer(OneGroup):
         self._send_all(gradients, scale / self._axes.size)
 
     def take_back(self) -> None:
-        """The step does not count: weights are as before it, on all ranks."""
+        """Cancels the step: weights are as before it, on all ranks."""
         self._was_plain = False
         self._muon.forget()
         if self._ahead_lr is not None:
@@ -363,7 +370,7 @@ class ShardedOptimizer(OneGroup):
         self._update.forget(self._all_states())
 
     def _send_all(self, gradients: dict[int, Own], scale: float | Tensor = 1.0) -> None:
-        """Buckets are updated, or what was computed ahead is kept; their rows leave where they have not."""
+        """Updates buckets, or keeps what was computed ahead, and sends rows that have not left."""
         if self._axes.shard.size == 1:
             return
         for bucket, directions in self._muon.directions(self._gatherer.update_order()):
@@ -377,10 +384,10 @@ class ShardedOptimizer(OneGroup):
         self._gatherer.end_update()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the optimizer keeps, fp32 master weights and step counts, as DTensors over this rank's state:
-        what is loaded into them counts from the model's next forward pass on. Keys: of AdamW exp_avg.NAME,
-        exp_avg_sq.NAME (of Muon's in their place momentum.NAME), of others the names that these give;
-        master.NAME, steps.NAME. Of the steps until now: after further ones, ask again."""
+        """Returns what the optimizer keeps, with fp32 master weights and step counts, as DTensors over this
+        rank's state. Values loaded into them count from the model's next forward pass on. Keys: for AdamW
+        exp_avg.NAME and exp_avg_sq.NAME, for Muon's matrices momentum.NAME, for other optimizers their own
+        names; master.NAME, steps.NAME. The tensors are of the steps so far: call it again after more."""
         return self.handed.out(self._tensors())
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -398,16 +405,16 @@ class ShardedOptimizer(OneGroup):
         return result
 
     def loaded(self, state: Mapping[str, Tensor]) -> None:
-        """Something was loaded into the tensors of `state_dict()`, `state`: takes up the step counts too."""
+        """Takes up what was loaded into `state`, the tensors of `state_dict()`, with the step counts."""
         self.handed.forget()
         self.take_back()
         self._update.loaded()
         for one in self._all_states():
-            one.behind = None  # what was loaded is all of it
+            one.behind = None  # what was loaded is complete
             one.steps = int(state[f"steps.{one.part.key}"])
 
     def resume(self, steps: int) -> None:
-        """Every parameter has taken so many steps; what was loaded into `state_dict()` is of those."""
+        """Sets every parameter's step count to that of what was loaded into `state_dict()`."""
         self.handed.forget()
         self.take_back()
         self._update.catch_up(self._all_states())
@@ -415,16 +422,15 @@ class ShardedOptimizer(OneGroup):
             one.steps = steps
 
     def current(self) -> list[PartState]:
-        """This rank's rows of all parameters, with masters and moments of all steps until now. What is then
-        written into rows, and first into the masters of those that have one, reaches the model by
-        `written()`."""
+        """Returns this rank's rows of all parameters, with masters and moments of all steps so far. Writes
+        into rows, and first into the masters of those that have one, reach the model by `written()`."""
         self._update.catch_up(self._all_states())
         return list(self._all_states())
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """What `state_dict()` of an optimizer of the same parameters gave, on the same ranks or, by DCP, on
-        others. Every rank calls it.
+        """Loads what `state_dict()` of an optimizer of the same parameters returned, on the same ranks or, by
+        DCP, on others. Every rank calls it.
 
         Raises ValueError for other names or shapes."""
         load_into(self._tensors(), state, "This optimizer")
@@ -432,7 +438,7 @@ class ShardedOptimizer(OneGroup):
 
     @torch.no_grad()
     def take_rows(self) -> None:
-        """This rank's rows may have been written: masters that round to other values are theirs, moments
+        """Updates masters after writes into rows: one that rounds to another value becomes the row's. Moments
         stay."""
         for state in self.current():
             if state.has_master:
@@ -440,13 +446,13 @@ class ShardedOptimizer(OneGroup):
                 state.master.copy_(torch.where(is_same, state.master, state.rows.to(state.master.dtype)))
 
     def counts(self, state: PartState) -> bool:
-        """Whether a norm over all ranks of the model counts these rows here."""
+        """Whether this rank counts these rows in a norm over all ranks of the model."""
         return not state.is_counted_elsewhere and self._is_counted(state) and self._axes.replicate.rank == 0
 
     @torch.no_grad()
     def written(self) -> None:
-        """Something was written into what `current()` gave, rows with masters too; before the next backward
-        pass. Every rank calls it."""
+        """Sends what was written into the result of `current()`, into rows with masters too. Every rank calls
+        it, before the next backward pass."""
         self._send_all({})
 
     def _all_states(self) -> Iterator[PartState]:
@@ -455,21 +461,33 @@ class ShardedOptimizer(OneGroup):
 
 
 def _is_plain(scale: float | Tensor) -> bool:
-    """Whether nothing is clipped. A device is not asked."""
+    """Whether nothing is clipped; False for a scale on a device, which is not read. Then no step is taken
+    ahead: the host, which enqueues what is sent, would not know what to send again."""
     return scale == 1 if isinstance(scale, float) else scale.device.type == "cpu" and bool(scale == 1)
 
 
 def clip_on_device(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor that clips, float32 where `norm` is, without waiting for it; NaN where it is not finite."""
+    """Returns the factor that clips, float32, without waiting for the norm's device; NaN if not finite."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
     return scale.float().masked_fill(norm.isfinite().logical_not(), math.nan)
 
 
-def with_gradients(arrived: Arrived) -> dict[int, Own]:
-    """Without the parts of parameters that no rank had a gradient for. A device is waited for once."""
+def _can_read(marks: Tensor | None) -> bool:
+    """Whether the host can read these marks without waiting for a device."""
+    return marks is None or marks.device.type == "cpu"
+
+
+def read_marks(arrived: Arrived) -> dict[int, list[bool]]:
+    """Returns which parameters of buckets with marks got a gradient. Waits for a device once."""
     marks = {key: tensor for key, (_, tensor) in arrived.items() if tensor is not None}
     flags = iter(torch.cat(list(marks.values())).tolist() if marks else [])
-    got = {key: [next(flags) for _ in range(len(tensor))] for key, tensor in marks.items()}
+    return {key: [next(flags) for _ in range(len(tensor))] for key, tensor in marks.items()}
+
+
+def with_gradients(arrived: Arrived, got: Mapping[int, Sequence[bool]] | None = None) -> dict[int, Own]:
+    """Drops the parts of parameters that no rank had a gradient for. got: what marks say; by default, they
+    are read."""
+    got = read_marks(arrived) if got is None else got
     return {
         key: [each for each in own if key not in got or got[key][each[0].part.owner]]
         for key, (own, _) in arrived.items()

@@ -1,7 +1,7 @@
-"""Matrices that lie in pieces over the ranks of an axis: whole where they are wanted, and in pieces again.
+"""Gathers matrices whose pieces lie over the ranks of an axis, where they are wanted, and scatters them.
 
-Several travel together. A rank's pieces, one after the other, each as long as the first rank's, are its
-segment of lines of one element.
+Several travel together. A rank's segment holds its pieces one after the other, each as long as the first
+rank's, in lines of one element.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyruntime.data_parallel.axes import FlightAxis
 
 @dataclass(frozen=True)
 class MatrixCut:
-    """A matrix of `shape`, of whose dimension `dim` each of `size` ranks has a piece, cut as DTensor's Shard
+    """A matrix of `shape`. Each of `size` ranks has a piece of its dimension `dim`, cut as DTensor's Shard
     cuts: every rank ceil(n / size), the last ones less, or none."""
 
     shape: tuple[int, int]
@@ -28,24 +28,24 @@ class MatrixCut:
     size: int
 
     def piece(self, rank: int) -> tuple[int, int]:
-        """The shape of that rank's."""
+        """Returns the shape of that rank's piece."""
         length, share = self.shape[self.dim], -(-self.shape[self.dim] // self.size)
         own = max(0, min(share, length - rank * share))
         return (own, self.shape[1]) if self.dim == 0 else (self.shape[0], own)
 
     @property
     def elements(self) -> int:
-        """Of the first rank's piece, the largest."""
+        """Elements of the first rank's piece, the largest."""
         rows, columns = self.piece(0)
         return rows * columns
 
 
 Wholes: TypeAlias = list[Tensor | None]
-"""By matrix; None where another rank has it."""
+"""Whole matrices; None if another rank has it."""
 
 
 class _Segments:
-    """Where the pieces of `cuts` lie in every rank's segment."""
+    """The places of the pieces of `cuts` in every rank's segment."""
 
     def __init__(self, cuts: Sequence[MatrixCut]):
         self.cuts, self.places = cuts, [0]
@@ -54,14 +54,14 @@ class _Segments:
         self.length = self.places[-1]
 
     def of(self, segment: Tensor, number: int, rank: int) -> Tensor:
-        """What `segment` [length], that rank's, holds of a matrix: its piece, as a view."""
+        """Returns a rank's piece of a matrix in its `segment` [length], as a view."""
         rows, columns = shape = self.cuts[number].piece(rank)
         return segment[self.places[number] :][: rows * columns].view(shape)
 
 
 class Gathering:
-    """A flight: `pieces`, this rank's of matrices cut as `cuts` say, on their way to the ranks that have them
-    among `wanted`. Once it is completed, `done` is given those that this rank wanted."""
+    """A flight that gathers matrices, cut as `cuts` say, from `pieces`, this rank's and others', on the ranks
+    that have them among `wanted`. When it is completed, `done` gets those that this rank wanted."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Gathering:
         with marked("dp take momentum"):
             every = self._own.new_empty(axis.size, segments.length) if any(self._wanted) else None
             for index, (begin, count) in enumerate(gather.chunks()):
-                chunk = gather.chunk(index)  # nobody finishes before all has come
+                chunk = gather.chunk(index)  # waits for it: no rank may finish before all chunks are here
                 if every is not None:
                     every.view(-1)[begin : begin + count].copy_(chunk.squeeze(1))
             if every is not None:
@@ -118,11 +118,11 @@ class Gathering:
 
 
 class Scattering:
-    """A flight: of matrices cut as `cuts` say, those of `wholes` that this rank has, on their way to the
-    ranks in pieces of `dtype`; each matrix is one rank's. `pieces` are this rank's, once it is completed.
+    """A flight that scatters the matrices of `wholes`, cut as `cuts` say, in pieces of `dtype`; each matrix
+    is one rank's. When it is completed, `pieces` are this rank's.
 
-    A rank that does not have a matrix adds zeros, so what comes is what the one that has it sent, but that a
-    -0 becomes 0."""
+    A rank that does not have a matrix adds zeros. So the others get what its owner sent, except that -0
+    becomes 0."""
 
     def __init__(
         self, axis: FlightAxis, cuts: Sequence[MatrixCut], wholes: Wholes, dtype: torch.dtype, device: str
@@ -145,7 +145,7 @@ class Scattering:
         axis.add(self)
 
     def _flat(self, wholes: Wholes) -> Tensor | None:
-        """All ranks' segments, one after the other; None where this rank has no matrix."""
+        """Returns all ranks' segments, one after the other; None if this rank has no matrix."""
         flat: Tensor | None = None
         size, segments = self._axis.size, self._segments
         for number, whole in enumerate(wholes):

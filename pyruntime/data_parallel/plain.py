@@ -1,4 +1,4 @@
-"""The optimizer of a sharded model that its user has made as for any model:
+"""Trains a sharded model with an optimizer that was made as for any model:
 
     pyruntime.shard(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -6,11 +6,11 @@
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 
-`.grad` of a parameter is the mean gradient of all ranks, of this rank's rows, a CutTensor (nn/cut.py) where
-the rows are cut. As it is first read, or as an optimizer steps, what is left of the gradients is reduced,
-which is a collective. At its first step the optimizer's parameters, and what it keeps of them, become these
-rows; after each step they leave for the other ranks. Bits are those of that optimizer at that dtype: there
-are no fp32 masters, and no step is taken ahead of its norm."""
+`.grad` of a parameter is the mean gradient of all ranks, of this rank's rows; if the rows are cut it is a
+CutTensor (nn/cut.py). The first read, or an optimizer's step, reduces the remaining gradients, which is a
+collective. At its first step the optimizer's parameters, and what it keeps of them, become these rows. After
+each step the rows leave for the other ranks. Bits are those of that optimizer in that dtype: there are no
+fp32 masters, and no step is taken ahead of its norm."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from pyruntime.nn.cut import CutTensor, cut_like, gradient_of, memory_of, set_gr
 
 
 class _Rows(Tensor):
-    """This rank's rows of a part, as an optimizer sees a parameter. users: who has their gradients."""
+    """This rank's rows of a part, as an optimizer sees a parameter. users: has their gradients."""
 
     cut_by: RowsLayout
     users: UsersOptimizer
-    handle: Any  # the users': what torch's hooks ask of a parameter
+    handle: Any  # the same object, where torch's hooks look for it
 
     @property
     def grad(self) -> Tensor | None:
@@ -61,17 +61,17 @@ class CutRows(_Rows, CutTensor):
 
 
 class _ByItself(AfterTheNorm):
-    """The user's optimizer updates."""
+    """Leaves updates to the user's optimizer."""
 
     def __init__(self) -> None:
-        """It keeps nothing."""
+        """Keeps nothing."""
 
     def update(self, gradients: Any, lr: float, scale: float | Tensor) -> None:
-        """It has done so."""
+        """Does nothing: that optimizer has updated already."""
 
 
 class UsersOptimizer(ShardedOptimizer):
-    """See the module's docstring; there may be several optimizers, each of some parameters.
+    """Serves the user's optimizers, each of some parameters; see the module's docstring.
 
     has_some: whether a gradient of this step has come."""
 
@@ -79,9 +79,9 @@ class UsersOptimizer(ShardedOptimizer):
         super().__init__(shards, _ByItself(), shards.states(with_master=False), group={"lr": 0.0})
         self._has_some, self.is_closed = has_some, False
         self._rows_of: dict[int, list[_Rows]] = {}
-        """By the id of the parameter."""
+        """Rows by the id of their parameter."""
         self._of: dict[int, _Rows] = {}
-        """By the id of the state."""
+        """Rows by the id of their state."""
         self._sent: list[int] = []
         """Versions of the rows that the other ranks have."""
         for state in self._all_states():
@@ -101,7 +101,7 @@ class UsersOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def show(self) -> None:
-        """The gradients that have come are in `.grad` of the rows, reduced; every rank calls it."""
+        """Reduces the gradients that have come into `.grad` of the rows. Every rank calls it."""
         if self._has_some():
             self._finish()
         arrived, self._arrived = self._arrived, {}
@@ -116,13 +116,13 @@ class UsersOptimizer(ShardedOptimizer):
                     before.add_(cut_like(mean, rows.cut_by))
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Reads `.grad` of a parameter."""
+        """Returns the `.grad` of a parameter."""
         (rows,) = self._whole_ones(parameter)
         return rows.grad
 
     def set_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """Sets `.grad` of a parameter. Of a whole one this rank takes its rows of the mean over
-        the ranks, all of which set one."""
+        """Sets `.grad` of a parameter. If the gradient is whole, all ranks set one, and this rank takes its
+        rows of their mean."""
         self.show()
         rows_of = self._rows_of[id(parameter)] if gradient is None else self._whole_ones(parameter)
         for rows in rows_of:
@@ -138,8 +138,8 @@ class UsersOptimizer(ShardedOptimizer):
         found = self._rows_of[id(parameter)]
         if len(found) > 1:
             raise RuntimeError(
-                f"The gradient of {parameter.sharded_as} {list(parameter.shape)} is of {len(found)} tensors, "
-                "which are cut one by one; take handle.adamw(max_norm=...), or handle.of_torch()."
+                f"{parameter.sharded_as} {list(parameter.shape)} holds {len(found)} tensors that are cut one "
+                "by one, so it has no single gradient; use handle.adamw(max_norm=...) or handle.of_torch()."
             )
         return found
 
@@ -150,9 +150,9 @@ class UsersOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer of parameters of the model steps: rows take their place, with their gradients.
+        """Puts rows, with their gradients, in the place of the model's parameters in an optimizer that steps.
 
-        Raises ValueError where the model is not sharded any more."""
+        Raises ValueError if the model is not sharded any more."""
         if self.is_closed:
             raise ValueError(
                 f"This {type(optimizer).__name__} holds rows of a model whose handle was closed; make an "
@@ -173,7 +173,7 @@ class UsersOptimizer(ShardedOptimizer):
             }
 
     def _rows_in(self, value: Any, rows: _Rows, parameter: Tensor) -> Any:
-        """This rank's rows of a state that an optimizer has kept of a whole parameter."""
+        """Returns this rank's rows of a state that an optimizer has kept of a whole parameter."""
         if not isinstance(value, Tensor) or value.shape != parameter.shape or not isinstance(rows, CutRows):
             return value
         layout = rows.cut_by
@@ -181,14 +181,14 @@ class UsersOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def after_step(self, _optimizer: Optimizer) -> None:
-        """The new rows leave."""
+        """Sends the new rows."""
         self._send_all({})
         self._sent = self._versions()
 
     @torch.no_grad()
     def send_written(self) -> None:
-        """Before a forward pass: rows that somebody has written in place since the last step, on every rank,
-        as schedule-free optimizers do, leave."""
+        """Sends rows that were written in place since the last step, on every rank, as schedule-free
+        optimizers do. Runs before a forward pass."""
         if self._sent and self._axes.shard.size > 1 and (versions := self._versions()) != self._sent:
             self._send_all({})
             self._sent = versions

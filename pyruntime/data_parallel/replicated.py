@@ -1,5 +1,5 @@
-"""Whether what ranks must have alike when a step is taken is bitwise alike: gradients of what is replicated,
-and the numbers that the step is taken with."""
+"""Checks that ranks agree bit by bit before a step: on gradients of replicated parameters, and on the numbers
+that the step is taken with."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from pyruntime.ops.placements import PlacementError
 def check_replicated(
     gradients: Iterable[tuple[PartState, Tensor]], axes: Axes, numbers: Mapping[str, float], world: Group
 ) -> None:
-    """gradients: this rank's rows, summed over `axes` (`ShardedAdamW.arrived_rows()`). numbers: the same on
-    all ranks of `world`, all of which call this.
+    """Compares gradients and numbers of the ranks that must have the same.
 
-    Raises PlacementError on every rank where the gradient of a parameter that tensor-parallel ranks hold
-    whole differs between them, one differs between ranks that hold the same rows, or a number differs."""
+    gradients: this rank's rows, summed over `axes` (`ShardedAdamW.arrived_rows()`). numbers: the same on all
+    ranks of `world`, all of which call this.
+
+    Raises PlacementError on every rank if the gradient of a parameter that tensor-parallel ranks hold whole
+    differs between them, if one differs between ranks that hold the same rows, or if a number differs."""
     by_group: dict[str, list[tuple[PartState, Tensor]]] = {}
     for state, rows in gradients:
         layout = getattr(state.parameter, "tp_layout", None)
@@ -36,18 +38,20 @@ def check_replicated(
         digests = [zlib.crc32(rows.contiguous().view(-1).view(torch.uint8).cpu().numpy()) for _, rows in held]
         for place in _that_differ(digests, name):
             faults.append(
-                f"the gradient of {held[place][0].part.key} is replicated over group {name}, and its ranks "
+                f"the gradient of {held[place][0].part.key} is replicated over group {name}, but its ranks "
                 "have different ones: a sum over them is missing, or one too many was taken"
             )
     names = list(numbers)
     faults += [f"{names[place]} differs between ranks" for place in _that_differ(numbers.values(), world)]
     if ranks := _ranks_with(bool(faults), world):
         where = ", ".join(rank_name(world, rank) for rank in ranks)
-        raise PlacementError(f"Before the step, on {where}: {'; '.join(faults) or 'see there'}.")
+        raise PlacementError(
+            f"Before the step, on {where}: {'; '.join(faults) or 'their errors say what differs'}."
+        )
 
 
 def _that_differ(numbers: Iterable[float], group: Group) -> list[int]:
-    """Which of them are not the same on all ranks of the group."""
+    """Returns the places of numbers that are not the same on all ranks of the group."""
     told = torch.tensor(list(numbers), dtype=torch.float64)
     if told.numel() == 0:
         return []

@@ -1,10 +1,10 @@
 """shard(): data parallelism for any module, at stages 0 to 3.
 
-| stage | over the dp ranks are cut (Rajbhandari et al. 2020, section 5) |
+| stage | cut over the dp ranks (Rajbhandari et al. 2020, section 5) |
 |---|---|
 | 0 | nothing: gradients are summed on every rank |
 | 1, 2 | optimizer states and reduced gradients; new weights are gathered under the next forward pass |
-| 3 | the weights too, frozen ones among them, but for small ones |
+| 3 | the weights too, also frozen ones, except small ones |
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pyruntime.data_parallel.adamw import ShardedAdamW
 from pyruntime.data_parallel.any_optimizer import ShardedTorchOptimizer
 from pyruntime.data_parallel.away import is_ordinary_matrix, mark_sharded, unmark
 from pyruntime.data_parallel.axes import Axes, axes_of
+from pyruntime.data_parallel.bucket_sum import launch
 from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
 from pyruntime.data_parallel.checks import (
@@ -40,12 +41,11 @@ from pyruntime.data_parallel.checks import (
 )
 from pyruntime.data_parallel.compression.compressor import Compressor
 from pyruntime.data_parallel.compression.settings import Compression
-from pyruntime.data_parallel.gradients import GradientReducer
 from pyruntime.data_parallel.local import LocalGradients
 from pyruntime.data_parallel.meta import of_first_rank, read_rows, take_from_first, take_memory
 from pyruntime.data_parallel.optimizer import ShardedOptimizer, Shards
 from pyruntime.data_parallel.plain import UsersOptimizer
-from pyruntime.data_parallel.reduction import launch
+from pyruntime.data_parallel.reducer import GradientReducer
 from pyruntime.data_parallel.states import weights_state
 from pyruntime.data_parallel.touched import tables_of
 from pyruntime.data_parallel.weight_gathers import GatherAhead, GatherPerUse
@@ -54,10 +54,10 @@ from pyruntime.nn.cut import set_gradient
 from pyruntime.nn.module import register_with_torch
 from pyruntime.nn.weight_sinks import patch_linears, unpatch_linears, weights_with_sinks
 
-_LARGE_BUCKET = (4 << 20) - (64 << 10)  # 4 MiB with its marks and padding: places are powers of two
+_LARGE_BUCKET = (4 << 20) - (64 << 10)  # 4 MiB with marks and padding: sizes of slots are powers of two
 BUCKET_BYTES = {0: _LARGE_BUCKET, 1: _LARGE_BUCKET, 2: _LARGE_BUCKET, 3: 256 << 10}
-"""By stage. Every bucket costs its handshake and half a millisecond of Python
-(bench/results/data-parallel.md); at stage 3 what shares its bucket is not cut."""
+"""Default bucket size of each stage. Every bucket costs a handshake and half a millisecond of Python
+(bench/results/data-parallel.md); at stage 3 a shared bucket is not cut."""
 
 
 def shard(
@@ -71,7 +71,7 @@ def shard(
     compression: Compression | None = None,
     weight_wire: WireFormat = "same",
 ) -> Sharded:
-    """Makes `model` train on different data on each rank of `mesh`, beginning with the first rank's weights.
+    """Makes `model` train on different data on each rank of `mesh`, starting from the first rank's weights.
 
         handle = pyruntime.shard(model, mesh["dp"], stage=2)
         optimizer = handle.adamw(lr=1e-3)
@@ -81,33 +81,34 @@ def shard(
         loss(model, micro_batches[-1]).backward()
         optimizer.step()
 
-    Gradients are averaged over the ranks: each computes the mean loss of its own data. An optimizer that is
-    made as for any model, torch.optim.AdamW(model.parameters()), works too, and clip_grad_norm_ before it
-    (plain.py); the handle's own ones are faster, and bf16 weights have fp32 masters there.
+    Gradients are averaged over the ranks: each computes the mean loss of its own data.
+    torch.optim.AdamW(model.parameters()) works too, and so does clip_grad_norm_ before it (plain.py). The
+    handle's own optimizers are faster and keep fp32 masters of bf16 weights.
 
-    What is written into the model afterwards reaches the optimizer by `load_state_dict()` or within
-    `handle.writes()`; any other write, and parameters that are frozen, thawed, replaced or added, are a
-    RuntimeError in the next step. So is a forward pass under torch.compile.
+    Later writes into the model reach the optimizer by `load_state_dict()` or within `handle.writes()`. Any
+    other write is a RuntimeError in the next step, and so are parameters that were frozen, unfrozen, replaced
+    or added. A forward pass under torch.compile is a RuntimeError too.
 
     Args:
-        model: anything made of nn.Modules, parallel linears among them. Its parameters with requires_grad
-            train. At stage 3 it may be on meta, on every rank or on all but the first (meta.py).
-        mesh: one dimension, or two, (replicate, shard), for hybrid sharding; None: this rank alone.
+        model: any nn.Module, with parallel linears or without. Parameters with requires_grad train. At
+            stage 3 it may be on meta, on every rank or on all but the first (meta.py).
+        mesh: one dimension, or two, (replicate, shard), for hybrid sharding; None: this rank only.
         stage: 0 to 3; see the module's docstring.
-        reduce_dtype: what gradients travel as; by default the parameters' dtype. Sums are fp32 in any case.
-        bucket_bytes: smaller parameters travel together, up to so much; at stage 3 those that do stay whole.
-            By default nearly 4 MiB, at stage 3 256 KiB.
-        keep_gathered: at stage 3, so many weights, the first that the forward pass reads, stay whole until
-            its backward pass has read them.
-        compression: how gradients of matrices travel in fewer bytes, at stages 0 to 2 over one axis of
-            several ranks on the CPU (docs/how-to/slow-network.md); None: as they are.
-        weight_wire: at stage 3 on the CPU, what matrices that train are rounded to where they are gathered:
-            "bf16" or "fp8"; all ranks compute with the rounded values, and update those that they keep.
+        reduce_dtype: dtype in which gradients travel, by default the parameters'. Sums are always fp32.
+        bucket_bytes: parameters below this size share buckets of at most this size; at stage 3 these stay
+            whole. By default nearly 4 MiB, at stage 3 256 KiB.
+        keep_gathered: at stage 3, the number of weights, the first that the forward pass reads, that stay
+            whole until its backward pass has read them.
+        compression: how matrices' gradients travel in fewer bytes (docs/how-to/slow-network.md), at stages 0
+            to 2 over one axis of several ranks; None: uncompressed.
+        weight_wire: at stage 3, "bf16" or "fp8": matrices that train are rounded to it when they
+            are gathered. All ranks compute with the rounded values, and update exact rows.
 
     Raises ValueError for another stage, a mesh that does not fit it, a mesh with several ranks of a group
-    that the model is cut over already, a model without trainable parameters, parameters that are complex,
-    not contiguous or have sparse gradients, embeddings with max_norm, ranks whose models differ in names,
-    shapes or dtypes, or where nothing can be compressed; TypeError for what is no module or no mesh.
+    that the model is cut over, or where nothing can be compressed. Also for a model that is sharded already,
+    is under torch.compile, or has no trainable parameters; and for embeddings with max_norm. Parameters must
+    not be complex, must be contiguous and have dense gradients, with the same names, shapes and dtypes on all
+    ranks. Raises TypeError for another type of model or mesh.
     """
     if isinstance(mesh, Axis):
         mesh = mesh.mesh
@@ -175,12 +176,11 @@ class _ZeroGrad:
         type(self._model).zero_grad(self._model, set_to_none)
 
     def __reduce__(self) -> tuple:
-        return getattr, (self._model, "zero_grad")  # a copy of the model has its class's
+        return getattr, (self._model, "zero_grad")  # a copy of the model uses its class's method
 
 
 class Sharded:
-    """A model whose gradients, optimizer states and weights are spread over data-parallel ranks. From
-    `shard`."""
+    """A model whose gradients, optimizer states and weights are spread over ranks. Made by `shard`."""
 
     def __init__(
         self,
@@ -205,14 +205,14 @@ class Sharded:
         else:
             self._gatherer = GatherAhead(model, self._weights, axes.shard)
         self.lacks_values = False
-        """It began on meta, and nothing has been loaded."""
+        """Whether it began on meta and no values have been loaded yet."""
         self.optimizer: ShardedOptimizer | None = None
-        """What `adamw` or `of_torch` has made; else what carries gradients to the user's own."""
+        """Made by `adamw` or `of_torch`; otherwise it serves the user's own optimizer."""
         self._gradients: GradientReducer | LocalGradients
         self._patched: list[nn.Linear] = []
         tables = tables_of(model)
         self.compressor = None if compression is None else Compressor(compression, buckets, tables, axes)
-        """Where gradients are compressed."""
+        """Set if gradients are compressed."""
         if axes.size == 1:
             self._gradients = LocalGradients(buckets, self._take)
         else:
@@ -222,7 +222,7 @@ class Sharded:
                 weights_with_sinks(model),
                 tables,
                 self._gatherer.begin_rest,
-                self._on_reduced,
+                self._hand_to_optimizer,
                 reduce_dtype,
                 launch if self.compressor is None else self.compressor.launch,
             )
@@ -251,28 +251,27 @@ class Sharded:
         register_with_torch()
 
     def adamw(self, **options: Any) -> ShardedAdamW:
-        """The optimizer of this model; there is one. Options and errors are those of `ShardedAdamW`.
+        """Makes this model's AdamW; a model has one optimizer. Options and errors are those of
+        `ShardedAdamW`.
 
-        Raises ValueError where the model has an optimizer already.
-        """
+        Raises ValueError if the model has an optimizer already."""
         return self._take_optimizer(ShardedAdamW, options)
 
     def of_torch(self, kind: type[Optimizer], **options: Any) -> ShardedOptimizer:
-        """Any optimizer of torch, or one that is written as these are, over the rows that this rank keeps:
+        """Makes an optimizer of torch, or one written like these, over the rows that this rank keeps:
 
             optimizer = handle.of_torch(torch.optim.SGD, lr=0.1, momentum=0.9, max_norm=1.0)
 
-        It computes what `kind(model.parameters(), **options)` would with the mean gradient of all ranks;
-        parameters of lower precision are updated as fp32 masters. Norms that it takes of a weight or an
-        update are of the whole one (cut.py), and what else mixes elements of a weight is refused where the
-        weight is cut. options: of `kind`, and max_norm and nonfinite of `ShardedOptimizer`.
+        It computes what `kind(model.parameters(), **options)` would with the mean gradient of all ranks.
+        Parameters of lower precision are updated as fp32 masters. A norm that it takes of a weight or an
+        update is that of the whole one (cut.py); what else mixes elements of a cut weight is refused.
+        options: those of `kind`, and max_norm and nonfinite of `ShardedOptimizer`.
 
-        Raises ValueError where the model has an optimizer already; TypeError where `kind` is no optimizer.
-        """
+        Raises ValueError if the model has an optimizer already; TypeError if `kind` is no optimizer."""
         return self._take_optimizer(ShardedTorchOptimizer, {"kind": kind, **options})
 
     def _users_optimizer(self) -> UsersOptimizer:
-        """Where the handle was asked for none."""
+        """Serves the user's own optimizers, if the handle has made none."""
         if self.optimizer is None:
             assert isinstance(self._gradients, GradientReducer)
             self.optimizer = UsersOptimizer(self._shards(), self._gradients.has_some)
@@ -280,7 +279,8 @@ class Sharded:
         return self.optimizer
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Reads `.grad` of a parameter: see plain.py."""
+        """Returns the `.grad` of a parameter; see plain.py. Raises RuntimeError if the handle's own optimizer
+        has it."""
         assert isinstance(self._gradients, GradientReducer)
         if not parameter.requires_grad or (self.optimizer is None and not self._gradients.has_some()):
             return None
@@ -290,25 +290,25 @@ class Sharded:
         if not self._gradients.has_some():
             return None
         raise RuntimeError(
-            f"The gradient of {parameter.sharded_as} {list(parameter.shape)} was asked for, and the "
-            "optimizer of its handle takes it on its way to the ranks that keep its rows, so it is not in "
-            "`.grad`; clip by handle.adamw(max_norm=...), whose step() returns the norm."
+            f"The gradient of {parameter.sharded_as} {list(parameter.shape)} was read, but it is not in "
+            "`.grad`: the handle's optimizer sends it to the ranks that keep its rows. Clip by "
+            "handle.adamw(max_norm=...), whose step() returns the norm."
         )
 
     def takes_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> bool:
-        """`.grad` of a parameter is set; whether it is the rows' now. Of a whole one, which every rank must
-        set, the mean over the ranks counts.
+        """Takes a `.grad` that was set; returns whether this handle keeps it. If a gradient is whole, every
+        rank must set one, and their mean counts.
 
-        Raises RuntimeError where the handle has an optimizer of its own."""
+        Raises RuntimeError if the handle has an optimizer of its own."""
         if not parameter.requires_grad:
             return False
         if self.optimizer is not None and not isinstance(self.optimizer, UsersOptimizer):
             if gradient is None:
                 return False
             raise RuntimeError(
-                f"`.grad` of {parameter.sharded_as} was set, and the optimizer of its handle takes gradients "
-                "as they come from backward(). (get_optimizer_state_dict() and get_state_dict() of torch do "
-                'so, to make states: save {"model": handle, "optimizer": optimizer} by DCP instead.)'
+                f"`.grad` of {parameter.sharded_as} was set, but the optimizer of its handle takes gradients "
+                "only from backward(). (get_optimizer_state_dict() and get_state_dict() of torch set them "
+                'to make states: save {"model": handle, "optimizer": optimizer} by DCP instead.)'
             )
         assert isinstance(self._gradients, GradientReducer)
         if gradient is None and self.optimizer is None and not self._gradients.has_some():
@@ -318,13 +318,13 @@ class Sharded:
         return True
 
     def bring(self, parameter: nn.Parameter) -> None:
-        """A copy of it is made."""
+        """Gathers a parameter that is about to be copied."""
         self._gatherer.bring(parameter)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Hook of torch's optimizers that hold parameters of the model.
+        """Runs before the step of a torch optimizer that holds parameters of the model.
 
-        Raises ValueError where the handle has one of its own."""
+        Raises ValueError if the handle has an optimizer of its own."""
         if self.optimizer is not None and not isinstance(self.optimizer, UsersOptimizer):
             raise ValueError(
                 f"This {type(optimizer).__name__} holds parameters of a sharded model, and their gradients "
@@ -333,7 +333,7 @@ class Sharded:
         self._users_optimizer().before_step(optimizer)
 
     def after_step(self, _optimizer: Optimizer) -> None:
-        """Hook of these, too."""
+        """Runs after such a step."""
         if isinstance(self.optimizer, UsersOptimizer):
             self.optimizer.after_step(_optimizer)
 
@@ -350,9 +350,9 @@ class Sharded:
         return Shards(self._weights, self.axes, self._finish_gradients, self._gatherer, self.zero_grad)
 
     def _note_failed_forward(self) -> None:
-        if self.stage == 3:  # weights come in all passes
+        if self.stage == 3:  # weights are gathered in all passes
             self.axes.note_failed_pass(of_weights=True)
-        elif torch.is_grad_enabled():  # else a rank may evaluate alone
+        elif torch.is_grad_enabled():  # without gradients a rank may evaluate by itself
             self.axes.note_failed_pass()
 
     def _finish_gradients(self) -> None:
@@ -363,37 +363,37 @@ class Sharded:
             self.compressor.end_step()
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
-        """Backward passes within add to the gradients, in fp32 where there are several ranks, and send
-        nothing."""
+        """Makes backward passes within it add to the gradients and send nothing. With several ranks the sums
+        are fp32."""
         return self._gradients.accumulate()
 
     def passes(self) -> contextlib.AbstractContextManager[None]:
-        """Around a step whose gradients come in several backward passes, each the last one of some
-        parameters, as those of a pipeline's stages do. Passes that are followed by others of the same
-        parameters run within `accumulate()` also here."""
+        """Encloses a step whose gradients come in several backward passes, each the last one of some
+        parameters, as those of a pipeline's stages. A pass that is followed by another of the same parameters
+        still runs within `accumulate()`."""
         return self._gradients.passes()
 
     def add_product(
         self, weight: nn.Parameter, dy: Tensor, x: Tensor, last: bool, later: bool = False
     ) -> None:
-        """Adds dY^T X to the gradient of a linear weight, within `passes()`. last: it is complete, and leaves
-        when it is its turn. later: as the weight's sink was told (pyruntime/nn/weight_sinks.py); it may be
-        multiplied under waits."""
+        """Adds dY^T X to the gradient of a linear weight, within `passes()`. last: the gradient is complete,
+        and leaves in its turn. later: the value that the weight's sink got (pyruntime/nn/weight_sinks.py);
+        if true, the product may be multiplied under waits."""
         self._gradients.add_product(weight, dy, x, last, later)
 
     def begin_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor) -> Callable[[], None] | None:
-        """Of a product that is added later in the step: begins to multiply it under waits. What is returned
-        adds it then. None where it has to be `add_product`."""
+        """Begins to multiply, under waits, a product that is added later in the step. The returned function
+        adds it. Returns None if `add_product` has to do it."""
         return self._gradients.begin_product(weight, dy, x)
 
     def complete(self) -> None:
-        """All parameters of the model are whole and current when it returns. Every rank calls it."""
+        """Gathers the model's parameters; all are whole and current when it returns. Every rank calls it."""
         self._gatherer.complete()
 
     @contextlib.contextmanager
     def writes(self) -> Iterator[None]:
-        """Within it the model's parameters and buffers may be written; afterwards rows and master weights
-        have what the first rank has written. Moments stay. Every rank enters and leaves it."""
+        """Allows writes into the model's parameters and buffers. Afterwards rows and master weights have what
+        the first rank has written; moments stay. Every rank enters and leaves it."""
         self._begin_writes()
         yield
         self._end_writes()
@@ -414,10 +414,10 @@ class Sharded:
         self._written.accept()
 
     def zero_grad(self) -> None:
-        """Drops the gradients of this step: those of `accumulate()`, and those of a pass that is over. Every
-        rank calls it.
+        """Drops the gradients of this step: those of `accumulate()`, and those of a finished pass. Every rank
+        calls it.
 
-        Raises RuntimeError where the optimizer has updated with them already (max_norm=0 and
+        Raises RuntimeError if the optimizer has updated with them already (max_norm=0 and
         nonfinite="ignore")."""
         for bucket in self.buckets:
             for parameter in bucket.parameters:
@@ -429,12 +429,12 @@ class Sharded:
             self.optimizer.drop_gradients()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The weights as DTensors over this rank's shards. What is loaded into them reaches the model with
-        its next forward pass, on every rank, or with `loaded()`."""
+        """Returns the weights as DTensors over this rank's shards. Values loaded into them reach the model
+        with its next forward pass, on every rank, or with `loaded()`."""
         return self._handed.out(weights_state(self._weights, self.axes))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """What `state_dict()` of a model with the same parameters gave. Every rank calls it.
+        """Loads what `state_dict()` of a model with the same parameters returned. Every rank calls it.
 
         Raises ValueError for other names or shapes."""
         load_into(weights_state(self._weights, self.axes), state, "This model")
@@ -442,7 +442,7 @@ class Sharded:
 
     def _take_loaded(self, weights: bool = False) -> None:
         """Carries what was loaded into tensors of state dicts to rows, masters and all ranks, before a
-        forward pass. weights: those have been."""
+        forward pass. weights: weights were loaded, whatever their tensors' versions say."""
         if isinstance(self.optimizer, UsersOptimizer):
             self.optimizer.send_written()
         weights = weights or self._handed.was_written()
@@ -463,22 +463,22 @@ class Sharded:
         self._handed.forget()
 
     def loaded(self) -> None:
-        """Something was written into the tensors of `state_dict()`: the parameters follow."""
+        """Updates the parameters after a write into the tensors of `state_dict()`."""
         self._handed.forget()
         self._gatherer.loaded()
         self.lacks_values = False
 
     def take_from_first(self, names: Sequence[str]) -> None:
-        """Parameters that only the first rank had when the model was sharded: see meta.py."""
+        """Takes parameters that only the first rank had when the model was sharded; see meta.py."""
         assert self.axes.shard.mesh is not None
         take_from_first([*self._weights, *self._frozen], names, self.axes.shard.mesh)
         self._values_came()
 
     def load_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """The weights of a Hugging Face folder of safetensors; each rank reads its own rows alone. Moments of
-        an optimizer stay, master weights follow. Every rank calls it.
+        """Loads the weights of a Hugging Face folder of safetensors; each rank reads only its own rows.
+        Moments of an optimizer stay, master weights follow. Every rank calls it.
 
-        Raises ValueError or OSError where the folder lacks a weight, or holds one of another shape."""
+        Raises ValueError or OSError if the folder lacks a weight, or holds one of another shape."""
         if self.optimizer is not None:
             self.optimizer.take_back()
         read_rows([*self._weights, *self._frozen], Path(folder))
@@ -491,7 +491,7 @@ class Sharded:
         self._written.accept()
 
     def close(self) -> None:
-        """The model is as it was, with its current weights; it can be sharded again. Every rank calls it."""
+        """Restores the model, with its current weights; it can be sharded again. Every rank calls it."""
         for axis in (self.axes.shard, self.axes.replicate):
             axis.complete_all()
         if isinstance(self.optimizer, UsersOptimizer):
@@ -506,8 +506,9 @@ class Sharded:
             for parameter in each.bucket.parameters:
                 unmark(parameter)
 
-    def _on_reduced(self, bucket: Bucket, gradient: Tensor) -> None:
-        self._take(bucket, bucket.views(gradient, self.axes.shard.rank), bucket.got(gradient))
+    def _hand_to_optimizer(self, bucket: Bucket, gradient: Tensor, is_whole: bool) -> None:
+        marks = None if is_whole else bucket.got(gradient)
+        self._take(bucket, bucket.views(gradient, self.axes.shard.rank), marks)
 
     def _take(self, bucket: Bucket, rows: Sequence[Tensor | None], marks: Tensor | None = None) -> None:
         if self.optimizer is None and not isinstance(self._gradients, GradientReducer):

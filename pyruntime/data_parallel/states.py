@@ -16,7 +16,7 @@ from pyruntime.nn.parameters import Part
 
 
 def weights_state(weights: Sequence[BucketWeights], axes: Axes) -> dict[str, Tensor]:
-    """This rank's rows of all weights, by their names in a state dict."""
+    """Returns this rank's rows of all weights as DTensors, by their names in a state dict."""
     return {
         part.key: as_dtensor(rows, each.bucket.parameters[part.owner], part, axes)
         for each in weights
@@ -25,12 +25,12 @@ def weights_state(weights: Sequence[BucketWeights], axes: Axes) -> dict[str, Ten
 
 
 def part_of(layout: Layout, key: str) -> Part:
-    """The part of a parameter's layout that has this name in the model's state dict."""
+    """Returns the part of a parameter's layout that has this name in the model's state dict."""
     return next(each for each in layout.parts if f".{key}".endswith(f".{each.key}"))
 
 
 def as_dtensor(rows: Tensor, parameter: Tensor, part: BucketPart, axes: Axes) -> Tensor:
-    """This rank's rows of a part as what they are of the whole tensor."""
+    """Returns this rank's rows of a part as a DTensor of the whole, or as a plain tensor without a mesh."""
     layout = getattr(parameter, "tp_layout", None)
     if layout is not None and (layout.group.ranks > 1 or (axes.size == 1 and layout.group.name)):
         whole = part_of(layout, part.key)
@@ -49,9 +49,9 @@ def as_dtensor(rows: Tensor, parameter: Tensor, part: BucketPart, axes: Axes) ->
 
 
 def _tp_and_shard(tp: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
-    """The mesh (tp, shard) that holds this rank, of tp's one dimension or two: rows are cut over tp first. Of
-    groups that are there, so no rank waits for another."""
-    known = vars(shard).setdefault("_pyruntime_with_tp", {})  # as a save asks for every tensor
+    """Returns the mesh (tp, shard) that holds this rank; tp has one dimension or two. Rows are cut over tp
+    first. It uses existing groups, so no rank waits for another."""
+    known = vars(shard).setdefault("_pyruntime_with_tp", {})  # a save needs it for every tensor
     last = (*tp.mesh_dim_names, shard.mesh_dim_names[0])
     if last not in known:
         root = shard._get_root_mesh()

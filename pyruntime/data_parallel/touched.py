@@ -1,8 +1,8 @@
-"""Which rows of a table a step has touched: of a token embedding's gradient all others are zero everywhere.
+"""Finds the rows of a table that a step has touched; an embedding's gradient is zero in all others.
 
-What a row is, is read from the gradient itself, not from ids: however else the table was used, a row that is
-not zero to the last bit travels (-0 is not zero: +0 + -0 is +0). So the sums are those of all rows, bit by
-bit, and a table whose every row has a gradient (tied, regularised) travels whole.
+Rows are found in the gradient, not from ids. However else the table was used, a row travels unless all of
+its bits are zero (-0 is not zero: +0 + -0 is +0). So the sums are those of all rows, bit by bit. A table
+whose every row has a gradient (tied, regularised) travels whole.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pyruntime.nn import VocabParallelEmbedding
 from pyruntime.nn.weight_sinks import readers_of
 
 MOST_TOUCHED = 0.5
-"""Share of the lines; where the ranks together touched more, all travel."""
+"""Share of the lines. If the ranks together touched more, all lines travel."""
 
 
 def tables_of(model: nn.Module) -> list[nn.Parameter]:
-    """Trainable weights that one embedding alone has, and whose gradient is therefore worth searching."""
+    """Returns the trainable weights that only one embedding reads, so that a search is worth it."""
     readers = readers_of(model)
     return [
         module.weight
@@ -32,7 +32,7 @@ def tables_of(model: nn.Module) -> list[nn.Parameter]:
 
 
 def touched_rows(gradients: Iterable[Tensor | None], rows: int) -> Tensor:
-    """Of gradients [rows, width] on the CPU: bool [rows], whether any has a bit in that row."""
+    """Returns bool [rows]: whether a gradient, [rows, width] on the CPU, has a bit set in that row."""
     touched = torch.zeros(rows, dtype=torch.bool)
     for gradient in gradients:
         if gradient is not None and gradient.numel() > 0:
@@ -42,12 +42,12 @@ def touched_rows(gradients: Iterable[Tensor | None], rows: int) -> Tensor:
 
 
 def packed(flags: Tensor) -> Tensor:
-    """bool [n] as bits, uint8 [ceil(n / 8)]."""
+    """Packs bool [n] as bits, uint8 [ceil(n / 8)]."""
     padded = torch.nn.functional.pad(flags.to(torch.uint8), (0, -len(flags) % 8))
     return (padded.view(-1, 8) << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
 
 
 def unpacked(bits: Tensor, count: int) -> Tensor:
-    """The first `count` of what packed() made these bits of."""
+    """Returns the first `count` flags that packed() made these bits of."""
     flags = (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
     return flags.flatten()[:count].bool()

@@ -1,10 +1,10 @@
-"""AdamW's arithmetic on this rank's rows: at once, or ahead of knowing whether the step counts.
+"""AdamW's arithmetic on this rank's rows: at once, or before it is known whether the step counts.
 
-    update      moments, masters and rows become those of the next step
-    ahead       only what the rows would become is written, beside them
-    keep        that step counts: the rows become that; moments and masters with a master follow later, with
-                the next `ahead` in one pass, or in `catch_up`
-    forget      it does not: nothing has changed
+    update      takes the step of moments, masters and rows
+    ahead       writes only what the rows would become, beside them
+    keep        makes that step count: the rows become that. If they have a master, moments and master follow
+                later, with the next `ahead` in one pass, or in `catch_up`
+    forget      makes it not count: nothing has changed
 
 A state that follows later keeps the gradient of its last step: as many bytes as this rank's rows take.
 """
@@ -31,7 +31,7 @@ Decay: TypeAlias = float | dict[str, float]
 
 
 class PartState:
-    """One part's rows on this rank: what they are updated with. moments: the names of its running means."""
+    """One part's rows on this rank, and what they are updated with. moments: names of its running means."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class PartState:
         self.parameter, self.part, self.rows = bucket.parameters[part.owner], part, rows
         self.moments = {name: torch.zeros_like(rows, dtype=statistics_dtype(rows)) for name in moments}
         self.numbers: dict[str, Tensor] = {}
-        """What an optimizer of torch keeps beside moments: the same on every rank."""
+        """Values that a torch optimizer keeps beside moments, the same on every rank."""
         self.matrix: Matrix | None = None
-        """Of which Muon updates these rows, in place of AdamW."""
+        """The matrix, if Muon updates these rows in place of AdamW."""
         self.first = axes.shard.rank * part.lines * bucket.width
-        """Index of the first element in the whole part."""
+        """Index of the rows' first element in the whole part."""
         self.has_master = with_master and rows.dtype != statistics_dtype(rows)
         self.master = rows.float() if self.has_master else rows.new_empty(0, dtype=torch.float32)
         if isinstance(decay, dict):
@@ -60,12 +60,12 @@ class PartState:
         self.steps = 0
         """Steps in which some rank had a gradient."""
         self.ahead: Tensor | None = None
-        """What the rows become if the step that is under way counts."""
+        """The values of the rows if the step under way counts."""
         self.behind: tuple[Tensor, float] | None = None
-        """Gradient and learning rate of the last step, where moments and master do not have it yet."""
+        """Gradient and learning rate of the last step, if moments and master do not have it yet."""
         layout = getattr(self.parameter, "tp_layout", None)
         self.tp_groups: tuple[str, ...] = () if layout is None else layout.cut_over
-        """Over which the parameter is cut; empty: every tensor-parallel rank holds it whole."""
+        """Groups that the parameter is cut over; empty: every tensor-parallel rank holds it whole."""
         self.is_counted_elsewhere = layout is not None and not layout.is_first
 
 
@@ -74,7 +74,7 @@ Own: TypeAlias = list[tuple[PartState, Tensor]]
 
 
 class Update:
-    """mean: the factor that makes the mean of a gradient's sum; steps ahead are taken with it alone."""
+    """AdamW's arithmetic. mean: the factor from a gradient's sum to its mean; steps ahead take no other."""
 
     goes_ahead = True
 
@@ -83,7 +83,7 @@ class Update:
 
     @torch.no_grad()
     def update(self, gradients: Own, lr: float, scale: float | Tensor) -> None:
-        """scale: of the sum over all ranks."""
+        """Takes the step. scale: factor of the sum over all ranks."""
         self.catch_up(state for state, _ in gradients)
         for state, _ in gradients:
             state.steps += 1
@@ -104,14 +104,14 @@ class Update:
 
     @torch.no_grad()
     def ahead(self, gradients: Own, lr: float) -> None:
-        """`state.ahead` is what the rows become if the step counts and nothing is clipped."""
+        """Writes into `state.ahead` what the rows become if the step counts and nothing is clipped."""
         for state, _ in gradients:
             state.ahead = torch.empty_like(state.rows)
         for steps, group in _alike(gradients):
             earlier = {state.behind[1] for state, _ in group if state.behind is not None}
             states = [state for state, _ in group]
             if len(earlier) > 1 or any(state.behind is None for state in states):
-                self.catch_up(states)  # one pass takes up one step
+                self.catch_up(states)  # one pass catches up one step only
                 earlier = set()
             with marked("dp update"):
                 adamw_ahead_(
@@ -133,7 +133,7 @@ class Update:
 
     @torch.no_grad()
     def keep(self, gradients: Own, lr: float) -> None:
-        """The step that was taken ahead with these counts."""
+        """Makes the step count that was taken ahead with these gradients."""
         without_master = [each for each in gradients if not each[0].has_master]
         self.update(without_master, lr, self._mean)  # rows that are their own masters
         for state, rows in gradients:
@@ -144,13 +144,13 @@ class Update:
         self.forget(state for state, _ in gradients)
 
     def forget(self, states: Iterable[PartState]) -> None:
-        """The step that was taken ahead does not count."""
+        """Forgets the step that was taken ahead."""
         for state in states:
             state.ahead = None
 
     @torch.no_grad()
     def catch_up(self, states: Iterable[PartState]) -> None:
-        """Moments and masters have all steps that count."""
+        """Brings moments and masters up to all steps that count."""
         late: dict[float, Own] = {}
         for state in states:
             if state.behind is not None:
@@ -171,10 +171,10 @@ class Update:
                     )
 
     def make_states(self) -> None:
-        """They are there from the beginning."""
+        """Does nothing: they exist from the beginning."""
 
     def loaded(self) -> None:
-        """Something was loaded into them."""
+        """Is told that something was loaded into the states."""
 
     def _options(self, lr: float) -> dict[str, float]:
         return {"lr": lr, "beta1": self._betas[0], "beta2": self._betas[1], "eps": self._eps}
@@ -186,15 +186,15 @@ class Update:
 
 
 class AfterTheNorm(Update):
-    """The updates of others: none is taken ahead of its norm, so nothing is ever behind."""
+    """The updates of other optimizers: none is taken ahead of its norm, so nothing is ever behind."""
 
     goes_ahead = False
 
     def catch_up(self, states: Iterable[PartState]) -> None:
-        """Nothing is behind."""
+        """Does nothing: nothing is behind."""
 
     def forget(self, states: Iterable[PartState]) -> None:
-        """Nothing was taken ahead."""
+        """Does nothing: nothing was taken ahead."""
 
 
 def _moments(states: Sequence[PartState]) -> tuple[list[Tensor], list[Tensor]]:
@@ -203,7 +203,7 @@ def _moments(states: Sequence[PartState]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _alike(gradients: Own) -> Iterable[tuple[int, Own]]:
-    """By the steps taken; without parts of which this rank holds no row."""
+    """Groups by the steps taken, without parts of which this rank holds no row."""
     groups: dict[int, Own] = {}
     for state, rows in gradients:
         if rows.numel() > 0:

@@ -1,16 +1,16 @@
-"""Weights come back as they are read.
+"""Gathers weights before they are read.
 
-Stages 1 and 2 gather new values into the parameters. They leave as soon as a rank has computed its rows:
-during the backward pass, in the order in which buckets are reduced, while gradients leave first; what has not
-left when the step counts leaves in the order in which the first pass read it, a few buckets at a time. A
-module waits for the buckets of its own weights before its forward. Buckets with a weight that no module's
-forward announces are gathered before the step returns.
+Stages 1 and 2 gather new values into the parameters. Rows leave as soon as a rank has computed them: during
+the backward pass, in the order in which buckets are reduced, behind gradients. When the step counts, the rest
+leaves in the order in which the first pass read it, a few buckets at a time. A module's forward waits for the
+buckets of its own weights. Buckets with a weight that no module's forward announces are gathered before the
+step returns.
 
-Stage 3 keeps the whole of a weight only while it is read: gathered before the module's forward and again
-before its backward, the next ones of the order on their way meanwhile, its memory given back afterwards; the
-first ones leave when they have been updated. What travels of a matrix may be rounded: then all ranks compute
-with the rounded values, and who has the rows keeps them as they are. The backward pass of an embedding does
-not read the table, so it is not gathered again; what the forward pass reads last stays, as the backward pass
+Stage 3 keeps a weight whole only while it is read. It is gathered before the module's forward and again
+before its backward, with the next ones of the order on their way meanwhile; then its memory is freed. The
+first ones leave when they have been updated. A matrix may be rounded as it travels: then all ranks compute
+with the rounded values, and each keeps its rows exact. An embedding's backward pass does not read the table,
+so it is not gathered again. The weight that the forward pass reads last stays, because the backward pass
 begins with it.
 """
 
@@ -32,25 +32,24 @@ from pyruntime.nn import VocabParallelEmbedding
 
 
 def _reads_again(module: nn.Module) -> bool:
-    """Whether the module's backward pass reads its weights too. What is derived may do anything."""
+    """Whether the module's backward pass also reads its weights. A derived class may do anything, so yes."""
     return type(module) not in (nn.Embedding, VocabParallelEmbedding)
 
 
 class Gatherer(ABC):
-    """Modules announce which buckets they are about to read; everything else is gathered before a step
+    """Gathers buckets that modules announce when they are about to read them, and all others before a step
     returns.
 
-    An update of the shards is: update_order(), updated(bucket) for every bucket in that order, end_update().
-    Before it, what buckets are going to be may be shown, all or some, in the same order on every rank, by
-    ahead(); and if they are not going to be that, by take_back().
-    """
+    An update of the shards: update_order(), updated(bucket) for every bucket in that order, end_update().
+    Before it, ahead() may show the values that some or all buckets are going to have, in the same order on
+    every rank; take_back() withdraws them."""
 
     def __init__(self, model: nn.Module, weights: Sequence[BucketWeights], shard: FlightAxis):
         self._weights, self._shard = list(weights), shard
         self._of_bucket = {id(each.bucket): each for each in weights}
         self._order: list[BucketWeights] = []
-        """Buckets in the order in which modules read them first; once a step has been taken, in rank 0's
-        order those that modules announced on every rank."""
+        """Buckets in the order in which modules first read them. After the first step: those that modules
+        announced on every rank, in rank 0's order."""
         self._is_agreed = False
         self._announced: set[int] = set()
         """Ids of the parameters that modules' forwards announced, until ranks agree on the order."""
@@ -64,7 +63,7 @@ class Gatherer(ABC):
                 self._watch(module, list(dict.fromkeys(bucket_of[id(p)] for p in own)))
 
     def _may_wait(self, bucket: Bucket) -> bool:
-        """Whether a bucket may be gathered when the first module that reads any of it is about to."""
+        """Whether a bucket may be gathered as late as the first module is about to read any of it."""
         return len(bucket.parameters) == 1
 
     def _watch(self, module: nn.Module, read: list[BucketWeights]) -> None:
@@ -72,12 +71,12 @@ class Gatherer(ABC):
         self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.complete_some(read)))
 
     def complete_some(self, read: list[BucketWeights]) -> None:
-        """Those are current when it returns."""
+        """Gathers these buckets; they are current when it returns."""
         for each in read:
             each.bring_exact()
 
     def bring(self, parameter: nn.Parameter) -> None:
-        """It is current when it returns."""
+        """Gathers a parameter; it is current when it returns."""
         self.complete_some(
             [each for each in self._weights if any(p is parameter for p in each.bucket.parameters)]
         )
@@ -90,18 +89,17 @@ class Gatherer(ABC):
             self._bring(each)
 
     def _bring(self, each: BucketWeights) -> None:
-        """That bucket is current when it returns."""
         each.bring()
 
     def complete(self) -> None:
-        """All parameters are current when it returns."""
+        """Gathers all parameters; they are current when it returns."""
         for each in self._order:
             self._bring(each)
         for each in self._weights:
             each.bring()
 
     def loaded(self) -> None:
-        """Something was written into this rank's rows; all parameters are current when it returns."""
+        """Gathers all parameters after a write into this rank's rows; they are current when it returns."""
         self.begin_rest()
         for each in self._weights:
             each.has_changed()
@@ -109,13 +107,13 @@ class Gatherer(ABC):
             each.bring()
 
     def ahead(self, bucket: Bucket, rows: Sequence[Tensor]) -> None:  # noqa: B027
-        """This rank's rows of that bucket are going to be `rows`, unless that is taken back."""
+        """Shows what this rank's rows of that bucket are going to be, unless take_back() follows."""
 
     def take_back(self) -> None:  # noqa: B027
-        """What was shown ahead is not going to be: an update must follow, which sends what is."""
+        """Takes back what was shown ahead. An update must follow, which sends the right values."""
 
     def update_order(self) -> list[Bucket]:
-        """All buckets that are updated, in the order in which their new values are wanted."""
+        """Returns all buckets that are updated, in the order in which their new values are needed."""
         if not self._is_agreed:
             self._agree()
         unannounced = [each for each in self._weights if each not in self._order]
@@ -123,20 +121,20 @@ class Gatherer(ABC):
 
     @abstractmethod
     def updated(self, bucket: Bucket) -> None:
-        """This rank's rows of that bucket have been written."""
+        """Is told that this rank's rows of that bucket were written."""
 
     def end_update(self) -> None:
-        """Every bucket has been updated."""
+        """Ends an update, when every bucket has been updated."""
         for each in self._weights:
             if each not in self._order:
                 self._bring(each)
 
     @abstractmethod
     def begin_rest(self) -> None:
-        """Gathers that are still to begin begin now: other flights follow."""
+        """Begins all gathers that have not begun, because other flights follow."""
 
     def close(self) -> None:
-        """All parameters are whole and current, and nothing is watched any more."""
+        """Gathers all parameters, which are then whole and current, and removes all hooks."""
         self.complete()
         for hook in self._hooks:
             hook.remove()
@@ -155,17 +153,21 @@ class Gatherer(ABC):
 
 
 class GatherAhead(Gatherer):
-    """Stages 1 and 2. Gathers begin in the order that was agreed on, whatever modules a rank's data lead it
-    to."""
+    """The gatherer of stages 1 and 2. Gathers begin in the agreed order, whichever modules a rank runs.
+
+    Ahead, CPU ranks begin a gather when an earlier one has arrived, each at its own moment. Arrivals on a
+    device are known to its streams alone, so there all ranks begin a gather as soon as it is shown; what is
+    too many under way is completed in the order of the stream."""
 
     def __init__(self, model: nn.Module, weights: Sequence[BucketWeights], shard: FlightAxis):
         super().__init__(model, weights, shard)
         self._waiting: deque[BucketWeights] = deque()
         self._shown: list[tuple[BucketWeights, Sequence[Tensor]]] = []
         self._begun = 0
-        """Of those."""
+        """The number of those that have begun."""
         self._left: list[BucketWeights] = []
-        """What left ahead, while an update goes on."""
+        """Buckets that were sent ahead of the running update."""
+        self._sees_arrivals = all(each.bucket.device.type == "cpu" for each in self._weights)
 
     def ahead(self, bucket: Bucket, rows: Sequence[Tensor]) -> None:
         axis = self._weights[0].axis
@@ -203,7 +205,7 @@ class GatherAhead(Gatherer):
     def _fill_ahead(self) -> None:
         axis = self._weights[0].axis
         axis.take_what_has_come()
-        while self._begun < len(self._shown) and axis.has_room():
+        while self._begun < len(self._shown) and (axis.has_room() or not self._sees_arrivals):
             self._begin_shown()
 
     def _begin_shown(self) -> None:
@@ -213,8 +215,8 @@ class GatherAhead(Gatherer):
 
     def _agree(self) -> None:
         super()._agree()
-        # A place whose memory is too small grows where all ranks meet, and from now on they begin gathers at
-        # different moments: every place gets its memory here, with what a chunk's alignment may add.
+        # A slot whose memory is too small grows collectively, but from now on ranks begin gathers at
+        # different moments. So every slot gets its memory here, with what a chunk's alignment may add.
         most = max(each.bucket.nbytes for each in self._weights)
         large = [each for each in self._weights if each.is_cut and each.bucket.nbytes > 0.9 * most]
         for each in {(each.bucket.lines, each.bucket.width): each for each in large}.values():
@@ -223,13 +225,14 @@ class GatherAhead(Gatherer):
             each.bring()
 
     def _settle(self) -> list[BucketWeights]:
-        """What has left ahead on any rank, and leaves here at the latest now; nothing else will."""
+        """Begins every gather that some rank has begun ahead, and returns these buckets; drops the others."""
         if not self._shown:
             return []
-        begun = torch.tensor([self._begun], dtype=torch.float64)
-        most = int(ops.all_gather_stats(begun, self._shard.name).max())
-        while self._begun < most:
-            self._begin_shown()
+        if self._sees_arrivals:
+            begun = torch.tensor([self._begun], dtype=torch.float64)
+            most = int(ops.all_gather_stats(begun, self._shard.name).max())
+            while self._begun < most:
+                self._begin_shown()
         self._weights[0].axis.leave_latest()
         left = [each for each, _ in self._shown[: self._begun]]
         self._shown, self._begun = [], 0
@@ -257,7 +260,7 @@ class GatherAhead(Gatherer):
         super().loaded()
 
     def _show_what_is(self) -> None:
-        """Somebody reads weights between the gradients and the step: all ranks have the old ones again."""
+        """Gathers the old weights on all ranks, because they are read between the gradients and the step."""
         for each in self._settle():
             each.has_changed()
             each.begin()
@@ -280,14 +283,14 @@ class GatherAhead(Gatherer):
         each.bring()
 
     def _fill(self) -> None:
-        """As many buckets on their way as there is room for."""
+        """Begins as many gathers as there is room for."""
         while self._waiting and self._waiting[0].axis.has_room():
             self._waiting.popleft().begin()
 
 
 class GatherPerUse(Gatherer):
-    """Stage 3. frozen: weights that are never updated. keep: the first so many buckets of the order stay
-    between forward and backward."""
+    """The gatherer of stage 3. frozen: weights that are never updated. keep: the number of buckets, the first
+    of the order, that stay between forward and backward."""
 
     def __init__(
         self,
@@ -300,9 +303,9 @@ class GatherPerUse(Gatherer):
         super().__init__(model, [*weights, *frozen], shard)
         self._keep = keep
         self._wanted_again: set[int] = set()
-        """Buckets whose place in the order is that of a module that reads them in its backward pass too."""
+        """Buckets whose first reader also reads them in its backward pass."""
         self._last: BucketWeights | None = None
-        """What the first forward pass read last."""
+        """The bucket that the first forward pass read last."""
         self._in_backward: list[BucketWeights] = []
 
     def _watch(self, module: nn.Module, read: list[BucketWeights]) -> None:
@@ -316,12 +319,12 @@ class GatherPerUse(Gatherer):
         each = self._of_bucket[id(bucket)]
         each.has_changed()
         if each in self._order:
-            each.free()  # nobody reads it before it is gathered
+            each.free()  # it is gathered before it is read
         elif each.axis.has_room():
             each.begin()
 
     def _end_backward(self) -> None:
-        """What the backward pass has read last is not read any more; what is updated is given back then."""
+        """Frees frozen weights that the backward pass read last; the others are freed as they are updated."""
         for each in self._in_backward:
             if each.frozen and each in self._order:
                 each.free()
@@ -332,7 +335,7 @@ class GatherPerUse(Gatherer):
         self._prefetch(0, +1)
 
     def loaded(self) -> None:
-        """Something was written into this rank's rows: weights that are cut are gathered as they are read."""
+        """Is told of a write into this rank's rows: weights that are cut are gathered when they are read."""
         for each in self._weights:
             each.has_changed()
         for each in self._weights:
@@ -342,7 +345,7 @@ class GatherPerUse(Gatherer):
                 each.bring()
 
     def begin_rest(self) -> None:
-        """None: weights are gathered where they are used."""
+        """Begins none: weights are gathered when they are used."""
 
     def complete(self) -> None:
         for each in dict.fromkeys([*self._order, *self._weights]):
@@ -357,7 +360,7 @@ class GatherPerUse(Gatherer):
         super()._before(module, read)
         if read[-1] in self._order:
             place = self._order.index(read[-1])
-            # Computed again for a backward pass, the modules that follow may have been through it.
+            # In a recomputed forward, the following modules' backward may be over already.
             self._prefetch(place + 1, +1, MOST_FLIGHTS if in_forward else 1)
             if in_forward and read[-1] is self._last and torch.is_grad_enabled():
                 self._prefetch(place - 1, -1)
@@ -365,7 +368,7 @@ class GatherPerUse(Gatherer):
     def _after(self, module: nn.Module, read: list[BucketWeights], output: Any) -> None:
         again = _reads_again(module)
         if again and torch._C._current_graph_task_id() != -1:
-            return  # a forward that is computed again for a backward pass, which is about to read them
+            return  # recomputed for a backward pass, which is about to read them
         read = [each for each in read if each in self._order]  # the others stay whole
         for each in read:
             stays = self._order.index(each) < self._keep or each is self._last
@@ -378,7 +381,7 @@ class GatherPerUse(Gatherer):
                 tensor.register_hook(lambda _: self._before_backward(read))
 
     def _before_backward(self, read: list[BucketWeights]) -> None:
-        """Runs right before the backward of the module; that of the module before it is over."""
+        """Runs right before the module's backward, when the backward that ran before it is over."""
         for each in self._in_backward:
             if each not in read:
                 each.free()
@@ -388,7 +391,7 @@ class GatherPerUse(Gatherer):
         self._prefetch(self._order.index(read[0]) - 1, -1)
 
     def _prefetch(self, place: int, step: int, most: int = MOST_FLIGHTS) -> None:
-        """The weights from that place of the order on are on their way, so many as there is room for."""
+        """Begins gathers from that place of the order on, as many as there is room for."""
         axis = self._weights[0].axis
         while 0 <= place < len(self._order) and most > 0 and axis.has_room():
             if step > 0 or id(self._order[place]) in self._wanted_again:

@@ -1,7 +1,7 @@
-"""Finds what somebody else has done to a sharded model, and carries it over or refuses it.
+"""Finds writes into a sharded model by other code, and carries them over or refuses them.
 
-Rows, master weights and the values that ranks send each other know nothing of a write into a parameter. So
-ranks begin with rank 0's model; `load_state_dict()` and `Sharded.writes()` carry writes over; and every other
+Rows, master weights and the values that ranks send each other do not see a write into a parameter. So ranks
+begin with rank 0's model, and `load_state_dict()` and `Sharded.writes()` carry writes over. Every other
 write, and every change of what trains, is found when the next step begins, and refused."""
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pyruntime.nn.cut import memory_of
 
 @torch.no_grad()
 def begin_alike(model: nn.Module, axes: Axes, sent: Collection[str] = ()) -> None:
-    """Parameters and buffers are those of the first rank of `axes` when it returns, but for those in `sent`;
-    only what differs travels.
+    """Gives all ranks the parameters and buffers of the first rank of `axes`, except those in `sent`. Only
+    tensors that differ travel.
 
-    Raises ValueError, on every rank alike, where ranks have different names, shapes or dtypes."""
+    Raises ValueError, on every rank, if ranks have different names, shapes or dtypes."""
     for mesh in dict.fromkeys((axes.shard.mesh, axes.replicate.mesh)):
         if mesh is None or comm.group_size(mesh) == 1:
             continue
@@ -46,8 +46,8 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class Written:
-    """Notices writes into the parameters of `buckets`, and changes of what trains in `model`. alone: on one
-    rank, whose rows are the parameters, so that writes in place into those without a master are right."""
+    """Notices writes into the parameters of `buckets`, and changes of what trains in `model`. alone: there is
+    one rank, whose rows are the parameters, so writes in place into those without a master are right."""
 
     def __init__(self, model: nn.Module, buckets: Sequence[Bucket], alone: bool):
         self._model, self._alone = model, alone
@@ -69,12 +69,12 @@ class Written:
         ]
 
     def accept(self) -> None:
-        """Takes what the parameters hold now for what the optimizer has."""
+        """Accepts the present values of the parameters as the optimizer's."""
         self._seen = [(name, p, _mark_of(p)) for name, p in self._parameters]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Parameters that were given other memory have their own again, with what was written."""
+        """Gives parameters that got other memory their own again, with the written values."""
         for (_, parameter), own in zip(self._parameters, self._memory, strict=True):
             given = memory_of(parameter)
             if given.dtype == own.dtype and given.untyped_storage()._cdata != own.untyped_storage()._cdata:
@@ -82,11 +82,11 @@ class Written:
                 parameter.data = own
 
     def check(self, counts: bool = False) -> None:
-        """Raises RuntimeError where somebody has written, or something else would have to train. counts: what
-        is written in place is right here."""
+        """Raises RuntimeError if other code has written, or if something else would have to train. counts:
+        writes in place are right here."""
         for name, parameter, mark in self._seen:
             if isinstance(parameter, AwayWeight):
-                continue  # nobody could
+                continue  # writes into it are refused
             found = _mark_of(parameter)
             in_place = counts or (self._alone and parameter.dtype.itemsize >= 4)
             if found == mark or (in_place and found[1:] == mark[1:]):
@@ -100,8 +100,8 @@ class Written:
                     f"{name} was {mark[-1]} when the model was sharded and is {parameter.dtype} now; {_ANEW}"
                 )
             raise RuntimeError(
-                f"{name} was written since the last step by somebody who is not the optimizer, whose rows "
-                "and master weights do not have it; write within `with handle.writes():`, on every rank, or "
+                f"{name} was written since the last step by code other than the optimizer, so its rows and "
+                "master weights lack the write; write within `with handle.writes():`, on every rank, or "
                 "before shard(). load_state_dict() of the whole model does so by itself."
             )
         for name, parameter in self._frozen:
@@ -125,20 +125,20 @@ class Written:
         for key, name in self._trainable.items():
             if key not in now:
                 raise RuntimeError(
-                    f"{name} is no parameter of the model any more, in which shard() found it; {_ANEW}"
+                    f"{name}, which shard() found, is no parameter of the model any more; {_ANEW}"
                 )
 
 
 class Handed:
-    """State dicts that were given out: whether somebody, such as torch.distributed.checkpoint, has loaded
-    into their tensors since."""
+    """A state dict that was given out, and whether other code, such as torch.distributed.checkpoint, has
+    loaded into its tensors since."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._versions: list[int] = []
 
     def out(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """They are given out, in place of others before."""
+        """Gives out `tensors`, in place of earlier ones."""
         self.tensors, self._versions = dict(tensors), [_local(each)._version for each in tensors.values()]
         return tensors
 
@@ -156,12 +156,12 @@ def load_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor], who: str) 
     if state.keys() != own.keys():
         missing, more = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         raise ValueError(
-            f"{who} has {len(own)} tensors; of what is loaded {len(missing)} are missing {missing[:3]} and "
-            f"{len(more)} are not among them {more[:3]}."
+            f"{who} has {len(own)} tensors; what is loaded lacks {len(missing)} of them {missing[:3]} and "
+            f"has {len(more)} others {more[:3]}."
         )
     for key, tensor in own.items():
         if tensor.shape != state[key].shape:
-            raise ValueError(f"{key} is {list(tensor.shape)}, and what is loaded {list(state[key].shape)}.")
+            raise ValueError(f"{key} is {list(tensor.shape)}, but is loaded as {list(state[key].shape)}.")
     for key, tensor in own.items():
         if _local(tensor).data_ptr() != _local(state[key]).data_ptr() or not tensor.numel():
             tensor.copy_(state[key])
@@ -175,6 +175,6 @@ _ANEW = "close() the handle and shard() the model as it is now, on every rank."
 
 
 def _mark_of(parameter: nn.Parameter) -> tuple:
-    """Differs after it was written, given other memory or another dtype, or frozen."""
+    """Returns a mark that changes when it is written, frozen, or given other memory or another dtype."""
     storage = parameter.untyped_storage()._cdata
     return parameter._version, storage, parameter.requires_grad, parameter.dtype

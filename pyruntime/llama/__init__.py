@@ -1,4 +1,4 @@
-"""A compact Llama on tensor-parallel linears, and its interchange with Hugging Face checkpoints."""
+"""A compact Llama on tensor-parallel linears that reads and writes Hugging Face checkpoints."""
 
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ __all__ = [
     "save_hf",
 ]
 
-# Imported when first asked for: shapes alone need no torch.
+# Imported at first use: a caller that needs only shapes does not load torch.
 _PLACES = {
     **{name: "pyruntime.llama.generation" for name in ("KVCache", "generate", "generate_steps")},
     **{name: "pyruntime.llama.hf" for name in ("load_hf", "load_weights", "save_hf")},

@@ -12,12 +12,12 @@ from pyruntime.ops import attention as ops
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, begin: Tensor | None = None) -> Tensor:
     """`softmax(q k^T / sqrt(d) + causal mask) v`; q `[B, H, Sq, d]`, k and v `[B, G, Sk, d]`, G divides H.
 
-    The last query sees every key, the one before it all but the last, and so on (`Sk > Sq` when keys come
-    from a cache). begin: `[B, Sq]` int32, the first key that each query sees, of its document; None: the
-    first of all. Returns `[B, H, Sq, d]`.
+    The last query sees every key, the query before it all but the last, and so on (`Sk > Sq` when keys come
+    from a cache). begin: `[B, Sq]` int32, the first key that each query sees, where its document begins;
+    None: key 0. Returns `[B, H, Sq, d]`.
 
-    On a CPU this runs this project's own kernels, which take a quarter (bf16) to half (fp32) of the time of
-    torch's flash kernel for CPUs, but for single queries. Everything else is torch's
+    On a CPU this runs this project's own kernels, except for single queries. They take a quarter (bf16) to
+    half (fp32) of the time of torch's flash kernel for CPUs. All else is torch's
     `scaled_dot_product_attention`, which chooses its kernel: on GPUs cuDNN's or flash (docs/how-to/gpus.md).
     """
     queries, keys = q.shape[2], k.shape[2]
@@ -25,7 +25,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, begin: Tensor | None = Non
         return _in_documents(q, k, v, begin)
     if queries == keys:
         if q.device.type == "cpu":
-            out, _ = ops.causal_attention(q, k, v)  # [B, S, H d], which the caller's transpose gives back
+            out, _ = ops.causal_attention(q, k, v)  # [B, S, H d], the memory that the caller transposes to
             return out.unflatten(-1, (q.shape[1], q.shape[3])).transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     if queries == 1 and not torch.is_grad_enabled():

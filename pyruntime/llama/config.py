@@ -1,16 +1,21 @@
-"""The shape of a Llama model as data, and its translation to and from a Hugging Face `config.json`."""
+"""The sizes of a Llama model as data, and their translation to and from a Hugging Face `config.json`.
+
+Beside Llama itself these are models that differ from it in two points: experts in place of a layer's
+feed-forward network, and queries and keys whose heads are normalised (`families.py`)."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+from pyruntime.llama.families import ARCHITECTURES, family_of, mixture_from_hf, mixture_to_hf
+from pyruntime.llama.mixture import Mixture
 from pyruntime.plan.mesh import divisors
 from pyruntime.text import short_repr
 
 ROPE_TYPES = ("default", "linear", "llama3")
 LARGEST = 2**31 - 1
-"""Of all sizes; a larger one is no model but a damaged file."""
+"""Limit on all sizes; a larger one means a damaged file."""
 LARGEST_OF = {
     "num_hidden_layers": 2**14,
     "num_attention_heads": 2**16,
@@ -20,22 +25,22 @@ LARGEST_OF = {
     "intermediate_size": 2**24,
     "vocab_size": 2**26,
 }
-"""Some thirty times the largest published, below which every product of two is a size that torch counts."""
+"""Limits of some thirty times the largest published sizes. Products of two still fit torch's sizes."""
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
-"""Of sampling: what logits of any model are divided by in fp32 and stay finite and apart."""
+"""Range of sampling temperatures: divided by one in fp32, any model's logits stay finite and distinct."""
 LEAST_THETA, MOST_THETA = 1.0, 1e12
-"""Of rope_theta: below, later channels would turn faster than the first; above, most do not turn at all."""
+"""Range of rope_theta: below, later channels would turn faster than the first; above, most do not turn."""
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-"""Without default in a config.json."""
+"""Keys of a config.json without a default."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for contexts longer than the one pre-trained on.
+    """Scaling of rotary frequencies for contexts longer than the pre-training context.
 
-    `rope_type` is Hugging Face's name: `"linear"` divides every frequency by `factor`; `"llama3"` divides
-    only the wavelengths longer than `original_max_position_embeddings / low_freq_factor` (in tokens), keeps
-    those shorter than `original_max_position_embeddings / high_freq_factor`, and blends between the two.
+    `rope_type` is Hugging Face's name. `"linear"` divides every frequency by `factor`. `"llama3"` divides
+    those whose wavelength in tokens is above `original_max_position_embeddings / low_freq_factor`, keeps
+    those below `original_max_position_embeddings / high_freq_factor`, and blends in between.
     """
 
     rope_type: str = "llama3"
@@ -47,14 +52,14 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.rope_type not in ("linear", "llama3"):
             raise ValueError(
-                f"rope_type={short_repr(self.rope_type)} is no scaling; use 'linear' or 'llama3', or "
+                f"There is no rope_type={short_repr(self.rope_type)}; use 'linear' or 'llama3', or "
                 "rope_scaling=None."
             )
         _check_number("rope factor", self.factor)
         if not 1.0 <= self.factor <= 1e6:
             raise ValueError(
-                f"rope factor={self.factor} must be at least 1.0, as it lengthens the context, and at most "
-                "1e6."
+                f"rope factor={self.factor} must be at least 1.0, because it lengthens the context, and at "
+                "most 1e6."
             )
         if self.rope_type == "llama3":
             _check_number("rope low_freq_factor", self.low_freq_factor)
@@ -70,10 +75,10 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Shape of a Llama decoder; fields carry Hugging Face's names and meanings.
+    """Sizes of a Llama decoder; fields have Hugging Face's names and meanings.
 
-    `head_dim=None` and `num_key_value_heads=None` are filled in as `hidden_size // num_attention_heads` and
-    `num_attention_heads`. Raises `ValueError` where the numbers cannot be a model.
+    `head_dim=None` becomes `hidden_size // num_attention_heads`, `num_key_value_heads=None` becomes
+    `num_attention_heads`. Raises `ValueError` for numbers that make no model.
     """
 
     vocab_size: int = 32000
@@ -81,7 +86,7 @@ class LlamaConfig:
     intermediate_size: int = 11008
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
-    # None is filled in when the config is made; nobody ever reads it.
+    # __post_init__ replaces None, so readers never see it.
     num_key_value_heads: int = None  # type: ignore[assignment]
     head_dim: int = None  # type: ignore[assignment]
     max_position_embeddings: int = 2048  # tokens
@@ -92,16 +97,18 @@ class LlamaConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     initializer_range: float = 0.02  # standard deviation of the initial weights
+    qk_norm: bool = False  # whether the features of every query and key head are normalised (Qwen3)
+    mixture: Mixture | None = None  # the experts of layers; None: every layer has one feed-forward network
 
     def __post_init__(self) -> None:
         for name in (*REQUIRED, "max_position_embeddings"):
             _check_size(name, getattr(self, name))
-        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "qk_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={short_repr(getattr(self, name))} must be true or false.")
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
             _check_number(name, getattr(self, name))
-            object.__setattr__(self, name, float(getattr(self, name)))  # a whole one may be beyond int64
+            object.__setattr__(self, name, float(getattr(self, name)))  # an int may be beyond int64
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if self.head_dim is None:
@@ -125,7 +132,7 @@ class LlamaConfig:
         if not 1e-30 <= self.rms_norm_eps <= 1.0:
             raise ValueError(
                 f"rms_norm_eps={self.rms_norm_eps} must be between 1e-30 and 1: it keeps the root of a mean "
-                "square, about 1, from 0."
+                "square, about 1, away from 0."
             )
         if not LEAST_THETA <= self.rope_theta <= MOST_THETA:
             raise ValueError(
@@ -133,85 +140,131 @@ class LlamaConfig:
                 "longest wavelength of positions, in tokens over 2 pi."
             )
         if not 0.0 <= self.initializer_range < 1.0:
-            raise ValueError(f"initializer_range={self.initializer_range} must lie in [0, 1).")
+            raise ValueError(f"initializer_range={self.initializer_range} must be at least 0 and below 1.")
+        if self.mixture is not None and self.mixture.dense_layers >= self.num_hidden_layers:
+            raise ValueError(
+                f"{self.mixture.dense_layers} dense layers of {self.num_hidden_layers} leave none with "
+                "experts; use fewer."
+            )
+        if family_of(self) == "mixtral":
+            # Its config.json has one number for both, and no layer needs the other.
+            object.__setattr__(self, "intermediate_size", self.mixture.width)  # type: ignore[union-attr]
 
     def check_tp(self, tp: int) -> None:
-        """Raise `ValueError` unless `tp` ranks can share this model: whole key/value heads, equal FFN
-        columns.
-
-        The vocabulary and the number of tokens may be ragged.
-        """
-        for name in ("num_key_value_heads", "intermediate_size"):
-            total = getattr(self, name)
+        """Raises `ValueError` unless `tp` divides the key/value heads and the FFN columns, and leaves each
+        rank an expert. It need not divide the vocabulary, the experts and the number of tokens."""
+        cut = {"num_key_value_heads": self.num_key_value_heads}
+        if self.has_dense_layers:
+            cut["intermediate_size"] = self.intermediate_size
+        if self.mixture is not None and self.mixture.shared_width:
+            cut["shared_width"] = self.mixture.shared_width
+        for name, total in cut.items():
             if total % tp:
-                fitting = [p for p in divisors(self.num_key_value_heads) if self.intermediate_size % p == 0]
+                fitting = [
+                    p for p in divisors(self.num_key_value_heads) if all(n % p == 0 for n in cut.values())
+                ]
                 raise ValueError(f"tp={tp} does not divide {name}={total}; use {_either(fitting)}.")
+        if self.mixture is not None and -(-self.mixture.experts // tp) * (tp - 1) >= self.mixture.experts:
+            raise ValueError(
+                f"tp={tp} leaves a rank without one of the {self.mixture.experts} experts, which are cut "
+                "into equal chunks; use fewer ranks or more experts."
+            )
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layer has one feed-forward network in place of experts."""
+        return self.mixture is None or self.mixture.dense_layers > 0
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer of that number has experts."""
+        return self.mixture is not None and self.mixture.has(layer)
 
     def parameter_count(self) -> int:
-        """Number of parameters; a tied head is counted once.
+        """Number of parameters; a tied head and embedding count once.
 
         With D hidden_size, L layers, F intermediate_size, V vocab_size, H and G query and key/value heads of
         size d::
 
             V D (embedding) + V D (head, unless tied) + D (last norm)
-            + L (D (H + 2 G) d  +  H d D  +  3 D F  +  2 D)     [+ biases where the config has them]
+            + L (D (H + 2 G) d  +  H d D  +  3 D F  +  2 D)     [+ biases if the config has them]
+
+        In a layer with E experts of width F and a shared one of width S, 3 D F becomes 3 D F E + E D (router)
+        + 3 D S + D (its gate).
         """
         d, heads, groups = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
-        layer = self.layer_matmul_parameters() + 2 * d
+        each = 2 * d + (2 * self.head_dim if self.qk_norm else 0)
         if self.attention_bias:
-            layer += (heads + 2 * groups) * self.head_dim + d
-        if self.mlp_bias:
-            layer += 2 * self.intermediate_size + d
+            each += (heads + 2 * groups) * self.head_dim + d
         embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_hidden_layers * layer + d
+        matrices = [self.layer_matmul_parameters(n) for n in range(self.num_hidden_layers)]
+        biases = 2 * self.intermediate_size + d if self.mlp_bias else 0
+        return embeddings + sum(matrices) + self.num_hidden_layers * each + self._dense * biases + d
+
+    def active_parameter_count(self) -> int:
+        """Number of parameters that one token uses: all, without the experts that it does not go to."""
+        if self.mixture is None:
+            return self.parameter_count()
+        of_layer = self.mixture.parameters(self.hidden_size)
+        idle = of_layer - self.mixture.parameters(self.hidden_size, used=True)
+        return self.parameter_count() - (self.num_hidden_layers - self._dense) * idle
 
     def flops_per_token(self, seq_len: int, *, training: bool = True) -> int:
-        """Floating-point operations per token of a sequence of `seq_len` tokens, model FLOPs as MFU counts
-        them.
+        """Model FLOPs per token of a sequence of `seq_len` tokens, as MFU counts them.
 
-        Forward, a multiply-add being two, causal attention counted as the half it needs::
+        The forward pass; a multiply-add counts as two, and only the needed half of causal attention counts::
 
             2 (L (D (H + 2 G) d + H d D + 3 D F) + V D)  +  L * 2 * seq_len * H d
 
-        (the GEMMs of the scores, Q K^T, and of their use, P V, are 2 seq_len H d each per token, halved by
-        causality). Training is three times that: the backward pass has two GEMMs for each of the forward's.
-        Recomputation, norms and element-wise work do not count.
+        Q K^T and P V are 2 seq_len H d each per token, halved by causality. Of experts those count that a
+        token goes to, of width F each, the shared one and the router. Training is three times that: the
+        backward pass has two GEMMs for each of the forward's. Recomputation, norms and element-wise
+        operations do not count.
         """
-        matmul = 2 * (
-            self.num_hidden_layers * self.layer_matmul_parameters() + self.vocab_size * self.hidden_size
-        )
+        layers = sum(self.layer_matmul_parameters(n, used=True) for n in range(self.num_hidden_layers))
+        matmul = 2 * (layers + self.vocab_size * self.hidden_size)
         attention = 2 * self.num_hidden_layers * seq_len * self.num_attention_heads * self.head_dim
         return (matmul + attention) * (3 if training else 1)
 
-    def layer_matmul_parameters(self) -> int:
-        """Weights of one layer's seven linears, without biases."""
+    def layer_matmul_parameters(self, layer: int = 0, *, used: bool = False) -> int:
+        """Number of weights of the linears of the layer of that number, without biases. used: of those that
+        one token uses, where the layer has experts."""
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         attention = self.hidden_size * self.head_dim * (2 * heads + 2 * groups)
+        if self.mixture is not None and self.mixture.has(layer):
+            return attention + self.mixture.parameters(self.hidden_size, used=used)
         return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def _dense(self) -> int:
+        """Layers without experts."""
+        return self.num_hidden_layers if self.mixture is None else self.mixture.dense_layers
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> LlamaConfig:
-        """The config described by a parsed Hugging Face `config.json` (transformers 4 and 5 spellings).
+        """Returns the config of a parsed Hugging Face `config.json` (keys of transformers 4 or 5).
 
         Raises `ValueError` for another architecture or for a feature that this model does not have.
         """
         model_type = hf.get("model_type", "llama")
-        if model_type != "llama":
+        if model_type not in ARCHITECTURES:
             raise ValueError(
-                f"config.json describes model_type={short_repr(model_type)}; only 'llama' can be loaded as a "
-                "Llama."
+                f"config.json describes model_type={short_repr(model_type)}; only "
+                f"{', '.join(map(repr, ARCHITECTURES))} can be loaded as a Llama."
             )
         if hf.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ValueError(
                 f"hidden_act={short_repr(hf['hidden_act'])} is not supported; Llama's activation is 'silu'."
             )
         if hf.get("quantization_config") is not None:
-            raise ValueError("The checkpoint is quantized; load a version of it that is not.")
+            raise ValueError("The checkpoint is quantized; load an unquantized version of it.")
         values = {f.name: hf[f.name] for f in dataclasses.fields(cls) if hf.get(f.name) is not None}
         missing = [name for name in REQUIRED if name not in values]
         if missing:
-            raise ValueError(f"config.json lacks {', '.join(missing)}; a Llama cannot be built without.")
-        values.setdefault("rms_norm_eps", 1e-6)  # what transformers assumes
+            raise ValueError(f"config.json lacks {', '.join(missing)}, which a Llama needs; add them.")
+        # transformers' default
+        values.setdefault("rms_norm_eps", 1e-5 if model_type == "mixtral" else 1e-6)
+        values["qk_norm"] = model_type.startswith("qwen3")
+        values["mixture"] = mixture_from_hf(model_type, hf)
         rope = _rope_of(hf)
         theta = rope.pop("rope_theta", None)
         if theta is not None:
@@ -223,19 +276,21 @@ class LlamaConfig:
     def to_hf(
         self, dtype: str = "float32", separator: int | None = None, begin: int | None = None
     ) -> dict[str, Any]:
-        """A `config.json` that `LlamaForCausalLM.from_pretrained` reads; `dtype` as torch names it.
+        """Returns a `config.json` for `from_pretrained` of the model's family (`families.py`).
 
-        separator, begin: the tokens behind documents (eos) and in front of them (bos)."""
-        values = dataclasses.asdict(self)
+        dtype: torch's name. separator, begin: the tokens after documents (eos) and before them (bos)."""
+        family, values = family_of(self), dataclasses.asdict(self)
+        del values["mixture"], values["qk_norm"]
         values["rope_scaling"] = _rope_to_hf(self.rope_scaling)
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [ARCHITECTURES[family]],
+            "model_type": family,
             "hidden_act": "silu",
             "torch_dtype": dtype,
             "bos_token_id": begin,
             "eos_token_id": separator,
             **values,
+            **mixture_to_hf(self),
         }
 
 
@@ -244,7 +299,7 @@ def _check_size(name: str, value: Any) -> None:
         raise ValueError(f"{name}={short_repr(value)} must be a positive whole number below 2**31.")
     most = LARGEST_OF.get(name, LARGEST)
     if value > most:
-        raise ValueError(f"{name}={value} is that of no model: it must be at most {most}.")
+        raise ValueError(f"{name}={value} is larger than any model's; it must be at most {most}.")
 
 
 def _check_number(name: str, value: Any) -> None:
@@ -263,7 +318,7 @@ def _rope_of(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope_from_hf(rope: dict[str, Any], max_positions: int) -> RopeScaling | None:
-    """`rope_scaling` or `rope_parameters` of a config.json, without its theta."""
+    """rope: `rope_scaling` or `rope_parameters` of a config.json, without its theta."""
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         raise ValueError(
@@ -292,6 +347,6 @@ def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 def _either(values: list[int]) -> str:
-    """`[1, 2, 4]` as `1, 2 or 4`."""
+    """Returns `[1, 2, 4]` as `1, 2 or 4`."""
     *head, last = map(str, values)
     return f"{', '.join(head)} or {last}" if head else last

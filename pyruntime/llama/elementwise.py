@@ -1,9 +1,9 @@
-"""What a layer computes between its linears and attention, by this project's kernels or by torch.compile.
+"""Norms, rotary embedding and SwiGLU of a layer, by this project's kernels or by torch.compile.
 
-The regions are pure functions of tensors, without modules, parameters' hooks or communication, so that they
-are compiled alike on every mesh. They take sizes as symbols: micro-batches and slices of any size share one
-compiled region, but that a size of 1 makes another. Norms of features that are cut over y have an exchange in
-their middle and stay as they are.
+The compiled regions are pure functions of tensors, without modules, parameter hooks or communication, so they
+compile alike on every mesh. Sizes are symbolic: micro-batches and slices of all sizes share one compiled
+region, except that a size of 1 makes another. Norms of features that are cut over y exchange data in their
+middle and are never compiled.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from pyruntime.text import short_repr
 
 
 class NoCompiler(RuntimeError):
-    """torch.compile was asked for and cannot compile; the message says why."""
+    """Raised if torch.compile has no working compiler; the message says why."""
 
 
 @dataclass(frozen=True)
 class Elementwise:
-    """Fields are as in `pyruntime.ops.layers`; the norms below also take features that are cut over y."""
+    """The functions that a layer uses. Fields are as in `pyruntime.ops.layers`; the norms below also take
+    features that are cut over y."""
 
     of_norm: Callable[[Tensor, Tensor, float], Tensor]
     of_sum: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -36,13 +37,13 @@ class Elementwise:
     rope: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, features: int, y: TensorGroup | None) -> Normed:
-        """As `pyruntime.nn.norm.rms_norm`."""
+        """See `pyruntime.nn.norm.rms_norm`."""
         return rms_norm(x, weight, eps, features, y, self.of_norm)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, features: int, y: TensorGroup | None
     ) -> tuple[Normed, Tensor]:
-        """`summed = x + residual` and its `rms_norm`: (normed, summed)."""
+        """Returns (the `rms_norm` of summed, summed), where summed = x + residual."""
         if is_cut(y):
             summed = x + residual
             return self.rms_norm(summed, weight, eps, features, y), summed
@@ -50,13 +51,13 @@ class Elementwise:
         return Normed(rows, None), summed
 
     def rms_norm_again(self, x: Tensor, rstd: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """`Normed.rows`, bitwise, of the x and weight that they were computed from."""
+        """Computes `Normed.rows` again, bitwise the same, from the x and weight of the first time."""
         return self.of_norm(x, weight, eps) if rstd is None else normed_by(x, rstd, weight)
 
 
 def for_this_pass(chosen: Elementwise) -> Elementwise:
-    """`chosen` where gradients are asked for, else the kernels: validation and generation, with sizes of
-    their own, compile nothing."""
+    """Returns `chosen` if gradients are enabled, else the kernels: validation and generation have other sizes
+    and must not start a compilation."""
     return chosen if torch.is_grad_enabled() else KERNELS
 
 
@@ -64,7 +65,7 @@ KERNELS = Elementwise(layers.rms_norm, layers.add_rms_norm, layers.swiglu, layer
 
 
 def compiled(device: torch.device | str) -> Elementwise:
-    """Of torch.compile. Raises NoCompiler where it compiles nothing for `device`."""
+    """Returns functions made by torch.compile. Raises NoCompiler if it cannot compile for `device`."""
 
     def of(region: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(region, fullgraph=True, dynamic=True)
@@ -75,7 +76,7 @@ def compiled(device: torch.device | str) -> Elementwise:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise NoCompiler(
             f"torch.compile has no working compiler for {device} ({short_repr(reason)}); install g++, and "
-            "for GPUs triton, or do without."
+            "for GPUs triton, or do not ask for torch.compile."
         ) from error
     return Elementwise(of(_rms_norm), of(_add_rms_norm), of(_swiglu), _rope_by(of(_rotated)))
 
@@ -101,7 +102,7 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv [B, S, H + 2 G, d], cos and sin [S, d] -> q, k and v, each contiguous."""
+    """Takes qkv [B, S, H + 2 G, d], cos and sin [S, d]; returns q, k and v, each contiguous."""
     qk = qkv[:, :, : queries + keys].to(cos.dtype)
     first, second = qk.chunk(2, -1)
     turned = torch.cat((-second, first), -1)
@@ -114,7 +115,7 @@ def _rope_by(rotated: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor,
         qkv: Tensor, cos: Tensor, sin: Tensor, batch: int, seq: int, queries: int, keys: int, **_: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = qkv.view(batch, seq, queries + 2 * keys, -1)
-        # Copies: of views the sizes of what they are views of are told apart too.
+        # Copies: for a view, torch.compile would also specialize on the sizes of its base.
         q, k, v = rotated(heads, cos[:seq].clone(), sin[:seq].clone(), queries, keys)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""Sampling from a Llama with a cache of keys and values, for any number of ranks."""
+"""Samples text from a Llama, with a cache of keys and values, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyruntime.nn.gather import gather_features
 
 
 class LayerCache:
-    """Keys and values of one layer, `[B, G, capacity, d]` each for the G key heads of this rank."""
+    """Keys and values of one layer, `[B, G, capacity, d]` each; G: key heads of this rank."""
 
     def __init__(self, batch: int, heads: int, capacity: int, head_dim: int, like: Tensor):
         self.length = 0
@@ -25,7 +25,7 @@ class LayerCache:
         self._values = torch.empty_like(self._keys)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes k and v `[B, G, S, d]` behind what is there; returns views of all, `[B, G, length, d]`."""
+        """Appends k and v `[B, G, S, d]`; returns views of all, `[B, G, length, d]`."""
         start, self.length = self.length, self.length + k.shape[2]
         if self.length > self._keys.shape[2]:
             raise ValueError(
@@ -48,15 +48,15 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens held so far."""
+        """Tokens of each sequence in the cache so far."""
         return self.layers[0].length
 
 
 def generate(model: Llama, ids: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
-    """`ids` [B, S] followed by up to `max_new_tokens` sampled ones, int64 `[B, S + new]`, on every rank.
+    """Returns `ids` [B, S] followed by up to `max_new_tokens` sampled tokens, int64 `[B, S + new]`.
 
     Options and errors are those of `generate_steps`. All ranks of the model's group must call this with equal
-    arguments.
+    arguments; all get the result.
     """
     steps = generate_steps(model, ids, max_new_tokens, **options)
     return torch.cat([ids, *(token.unsqueeze(1) for token in steps)], dim=1)
@@ -74,14 +74,14 @@ def generate_steps(
     eos_token_id: int | None = None,
     use_cache: bool = True,
 ) -> Iterator[Tensor]:
-    """As `generate`, but yields the new tokens [B] step by step, for a caller that shows them at once.
+    """Like `generate`, but yields the new tokens [B] step by step, for a caller that shows them at once.
 
     temperature: divides the logits, 1e-6 to 1e6; 0 takes the most likely token.
-    top_k: only the k most likely tokens are drawn from (None: all).
-    top_p: only the fewest tokens whose probabilities reach p together (None: all).
-    seed: of the draws. The same seed, weights and tp give the same text.
-    eos_token_id: a sequence that has drawn it is filled up with it; generation ends when all have.
-    use_cache: False computes every step from all tokens anew: slower, without the cache's memory.
+    top_k: draw only from the k most likely tokens (None: all).
+    top_p: draw only from the fewest tokens whose probabilities together reach p (None: all).
+    seed: seed of the draws. The same seed, weights and tp give the same text.
+    eos_token_id: a sequence that has drawn it is padded with it; generation ends when all sequences have.
+    use_cache: False computes every step from all tokens: slower, without the cache's memory.
 
     Raises ValueError for arguments out of range and for texts longer than the model's
     max_position_embeddings.
@@ -90,7 +90,7 @@ def generate_steps(
 
     def steps() -> Iterator[Tensor]:
         batch, prompt = ids.shape
-        # The last token drawn is never fed back, so it needs no place.
+        # The last token is never fed back, so it needs no place in the cache.
         cache = KVCache(model, batch, prompt + max_new_tokens - 1) if use_cache else None
         generator = torch.Generator().manual_seed(seed)
         ended = torch.zeros(batch, dtype=torch.bool, device=ids.device)
@@ -111,13 +111,13 @@ def generate_steps(
 
 @torch.no_grad()
 def next_logits(model: Llama, ids: Tensor, cache: KVCache | None = None) -> Tensor:
-    """Logits of the token after each sequence, fp32 [B, V] and bitwise the same on every rank.
+    """Returns the logits of each sequence's next token, fp32 [B, V], bitwise the same on every rank.
 
-    `ids` [B, S] continue what the cache holds. Only the last positions reach the head.
+    `ids` [B, S] continue the tokens in the cache. Only the last positions reach the head.
     """
     batch, seq = ids.shape
     start, caches = (0, None) if cache is None else (cache.length, cache.layers)
-    hidden = model.hidden(ids, start, caches, whole=True)  # every rank of a context generates for itself
+    hidden = model.hidden(ids, start, caches, whole=True)  # every context rank generates by itself
     if model.group.size > 1:
         hidden = ops.all_gather(hidden, model.group.name, dim=0, rows=batch * seq)
     logits = F.linear(hidden.view(batch, seq, -1)[:, -1], memory_of(model.head.weight))
@@ -129,7 +129,8 @@ def next_logits(model: Llama, ids: Tensor, cache: KVCache | None = None) -> Tens
 def sample(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> Tensor:
-    """One token per row of logits [B, V], int64 [B] on the CPU; see `generate` for the arguments."""
+    """Draws one token per row of logits [B, V], int64 [B] on the CPU; arguments as in `generate_steps`.
+    Raises ValueError for logits that are not finite."""
     logits = logits.float().cpu()
     if not logits.isfinite().all():
         raise ValueError(
@@ -137,7 +138,7 @@ def sample(
         )
     if temperature == 0:
         return logits.argmax(dim=-1)
-    # Sorted by falling probability both cuts are a prefix, and the draw names a place in that order.
+    # In falling order of probability both limits keep a prefix. The draw is a place in that order.
     scores, order = (logits / temperature).sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
         scores[:, top_k:] = float("-inf")
@@ -166,7 +167,7 @@ def _check(
     if temperature != 0.0 and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
         raise ValueError(
             f"temperature={temperature} must be 0 (most likely token), or between {LEAST_TEMPERATURE:g} and "
-            f"{MOST_TEMPERATURE:g}: fp32 cannot divide logits by another."
+            f"{MOST_TEMPERATURE:g}; fp32 cannot divide logits by other values."
         )
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k} must be at least 1, or None for every token.")

@@ -1,4 +1,5 @@
-"""Hugging Face Llama checkpoints, `config.json` and safetensors, read and written by any number of ranks."""
+"""Reads and writes Hugging Face checkpoints of a Llama, or of a family like it (`families.py`), on any number
+of ranks: `config.json` and safetensors."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 
 from pyruntime.any_model.save_pretrained import raise_everywhere
 from pyruntime.llama.config import LlamaConfig
+from pyruntime.llama.families import Stored, stored
 from pyruntime.llama.model import Llama
 from pyruntime.llama.tensor_shards import TensorShard, gather_full
 from pyruntime.nn.parameters import Group
@@ -34,13 +36,13 @@ def load_hf(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Llama:
-    """The Llama of a Hugging Face checkpoint folder, cut over `group`; every rank reads only its own slices.
+    """Loads the Llama of a Hugging Face checkpoint folder, cut over `group`; each rank reads only its slices.
 
-    dtype: of the parameters; None takes what config.json says they were saved in. Options as in `Llama`, but
-    for its seed.
+    dtype: dtype of the parameters; None takes the one that config.json names. Options are those of `Llama`,
+    without its seed.
 
-    Raises FileNotFoundError for a folder or file that is not there; ValueError for a checkpoint that is not
-    a Llama, is damaged, or whose tensors do not fit its config.json.
+    Raises FileNotFoundError for a missing folder or file; ValueError for a checkpoint that is not a Llama, is
+    damaged, or whose tensors do not fit its config.json.
     """
     hf = read_config(directory)
     config = LlamaConfig.from_hf(hf)
@@ -51,22 +53,22 @@ def load_hf(
 
 
 def check_shapes(config: LlamaConfig, directory: str | os.PathLike[str]) -> None:
-    """Raises ValueError where the tensors of a checkpoint folder are not those of `config`: before memory is
-    taken for a model that a damaged config.json makes too large. Nothing but headers is read."""
+    """Raises ValueError if the tensors of a checkpoint folder are not those of `config`. Reads only headers:
+    a damaged config.json is found before it makes a model allocate too much memory."""
     directory = Path(directory)
     files = find_tensors(directory)
     layers = {name.split(".")[2] for name in files if name.startswith("model.layers.")}
     if len(layers) != config.num_hidden_layers:
         raise ValueError(
-            f"{CONFIG} of {directory} says num_hidden_layers={config.num_hidden_layers}, and its tensors are "
-            f"of {len(layers)} layers."
+            f"{CONFIG} of {directory} says num_hidden_layers={config.num_hidden_layers}, but the folder has "
+            f"tensors of {len(layers)} layers."
         )
-    whole = {shard.name: shard for shard in Llama(config, device="meta", seed=None).shards()}
+    whole = stored_of(Llama(config, device="meta", seed=None))
     for path in sorted({files[name] for name in whole if name in files}):
         with open_tensors(path) as file:
-            for name, shard in whole.items():
+            for name, (_, part) in whole.items():
                 if files.get(name) == path:
-                    _slice_of(shard, file, path)
+                    _slice_of(part, file, path)
 
 
 @torch.no_grad()
@@ -74,14 +76,29 @@ def load_weights(model: Llama, directory: str | os.PathLike[str]) -> None:
     """Fills `model` from the safetensors of a checkpoint folder; errors as in `load_hf`."""
     directory = Path(directory)
     files = find_tensors(directory)
-    wanted = {shard.name: shard for shard in model.shards()}
-    whole = {shard.name for shard in Llama(model.config, device="meta", seed=None).shards()}
+    wanted = {name: each for name, each in stored_of(model).items() if _is_held(*each)}
+    whole = set(stored_of(Llama(model.config, device="meta", seed=None)))
     _check_names(directory, wanted, whole, files, tied=model.config.tie_word_embeddings)
     for path in sorted({files[name] for name in wanted}):
         with open_tensors(path) as file:
             for name in wanted:
                 if files[name] == path:
-                    _read(wanted[name], file, path)
+                    _read(*wanted[name], file, path)
+
+
+def stored_of(model: Llama) -> dict[str, tuple[TensorShard, Stored]]:
+    """Returns the tensors in a checkpoint folder that this part of the model has a part of, by name: the
+    model's tensor and the part of it."""
+    return {
+        part.name: (shard, part)
+        for shard in model.shards()
+        for part in stored(model.config, shard.name, shard.shape)
+    }
+
+
+def _is_held(shard: TensorShard, part: Stored) -> bool:
+    """Whether this rank has some of that part: an expert's matrices are on one rank."""
+    return part.expert is None or 0 <= part.expert - shard.start < len(shard.local)
 
 
 def save_hf(
@@ -93,16 +110,15 @@ def save_hf(
     separator: int | None = None,
     begin: int | None = None,
 ) -> None:
-    """Writes a folder that `transformers.LlamaForCausalLM.from_pretrained` and `load_hf` read, at any tp.
+    """Writes a folder that `load_hf` reads at any tp, and `from_pretrained` of transformers'
+    `LlamaForCausalLM`, or of the class of the model's family.
 
-    Every rank must call this. Tensors are gathered one at a time and written by rank 0, which holds at most
-    one file of `max_file_bytes` (and one tensor more) in memory. A file appears under its name only when it
-    is whole.
+    Every rank must call this. Tensors are gathered one at a time and written by rank 0, which needs memory
+    for one file of `max_file_bytes` and one tensor more. A file gets its final name only when it is complete.
 
-    dtype: to convert to; None keeps the model's. separator: the token behind the documents of the training
-    text, which transformers then ends texts with (eos); None where there is none. begin: the one in front of
-    them (bos); None where it is the separator. Raises OSError on rank 0 where it cannot write, and
-    RuntimeError on the others then.
+    dtype: dtype of the files; None keeps the model's. separator: the token after documents of the training
+    text, where transformers then ends texts (eos); None: no such token. begin: the token before documents
+    (bos); None: the separator. If rank 0 cannot write, it raises OSError and the others RuntimeError.
     """
     directory = Path(directory)
     dtype = dtype or model.embed.weight.dtype
@@ -112,7 +128,9 @@ def save_hf(
         for shard in content:
             full = gather_full(shard, model.group)
             if writer is not None and writer.error is None:
-                tensors[shard.name] = full.to("cpu", dtype, copy=True).contiguous()
+                for part in stored(model.config, shard.name, shard.shape):
+                    own = full if part.expert is None else full[part.expert, part.rows]
+                    tensors[part.name] = own.to("cpu", dtype, copy=True).contiguous()
             del full
         if writer is not None:
             writer.write(name, tensors)
@@ -126,7 +144,8 @@ def save_hf(
 
 
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """The parsed config.json of a checkpoint folder; FileNotFoundError or ValueError where there is none."""
+    """Returns the parsed config.json of a checkpoint folder. Raises FileNotFoundError, or ValueError if it is
+    damaged."""
     directory = Path(directory)
     if not directory.is_dir():
         raise FileNotFoundError(f"There is no checkpoint folder {directory}.")
@@ -141,7 +160,7 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
 def plan_files(
     content: list[TensorShard], dtype: torch.dtype, max_file_bytes: int
 ) -> dict[str, list[TensorShard]]:
-    """Which tensors go to which file, in order; more than `max_file_bytes` only for a single tensor."""
+    """Returns the tensors of each file, in order. Only a single tensor may exceed `max_file_bytes`."""
     groups: list[list[TensorShard]] = []
     room = 0
     for shard in content:
@@ -157,7 +176,7 @@ def plan_files(
 
 
 class _Writer:
-    """Rank 0's side of saving; keeps its first error until the others, who gather on, can be told."""
+    """Writes the files on rank 0. Keeps its first error until the other ranks have gathered all tensors."""
 
     def __init__(self, directory: Path, dtype: torch.dtype):
         self.directory = directory
@@ -179,8 +198,8 @@ class _Writer:
             partial.replace(self.directory / name)
 
     def finish(self, config: LlamaConfig, separator: int | None, begin: int | None) -> None:
-        """Writes config.json, generation_config.json, the index of several files; removes the files of an
-        older checkpoint."""
+        """Writes config.json, generation_config.json and, for several files, their index. Removes the files
+        of an older checkpoint."""
         if self.error is not None:
             return
         with self._keep_error():
@@ -210,21 +229,21 @@ class _Writer:
 
 
 def weight_files(directory: str | Path) -> set[Path]:
-    """The files that hold the tensors of a checkpoint. Raises ValueError or OSError where it is damaged."""
+    """Returns the files with the tensors of a checkpoint. Raises ValueError or OSError if it is damaged."""
     return set(find_tensors(Path(directory)).values())
 
 
 def _check_names(
     directory: Path,
-    wanted: Mapping[str, TensorShard],
+    wanted: Mapping[str, Any],
     whole: set[str],
     files: Mapping[str, Path],
     *,
     tied: bool,
 ) -> None:
-    """wanted: what this rank's part of the model has; whole: the names of all of it."""
+    """wanted: the tensors of this rank's part of the model; whole: the names of all tensors."""
     missing = [name for name in wanted if name not in files]
-    # Checkpoints of old transformers carry tables that are computed here, and a tied head may be written out.
+    # Old transformers saved the rotary tables, which are computed here, and a tied head may be saved too.
     unexpected = [
         name
         for name in files
@@ -234,45 +253,47 @@ def _check_names(
     ]
     if missing:
         raise ValueError(
-            f"The checkpoint in {directory} lacks {listed(missing)} that its {CONFIG} calls for."
+            f"The checkpoint in {directory} lacks {listed(missing)}, which its {CONFIG} requires."
         )
     if unexpected:
         raise ValueError(
-            f"The checkpoint in {directory} holds {listed(unexpected)} that a Llama does not have."
+            f"The checkpoint in {directory} holds {listed(unexpected)}, which a Llama does not have."
         )
 
 
-def _slice_of(shard: TensorShard, file: Any, path: Path) -> Any:
-    """The tensor of a shard in a file, of which nothing is read yet. Raises ValueError where it is not there,
-    or of another shape."""
+def _slice_of(part: Stored, file: Any, path: Path) -> Any:
+    """Returns a tensor in a file, still unread. Raises ValueError if it is missing or has another shape."""
     try:
-        stored = file.get_slice(shard.name)
+        found = file.get_slice(part.name)
     except SafetensorError as error:
-        raise ValueError(f"{path} does not hold {shard.name}, against {INDEX}: {error}") from error
-    shape = tuple(stored.get_shape())
-    if shape != shard.shape:
+        raise ValueError(f"{path} does not hold {part.name}, though {INDEX} says so: {error}") from error
+    shape = tuple(found.get_shape())
+    if shape != part.shape:
         raise ValueError(
-            f"{shard.name} in {path} has shape {list(shape)}, but {CONFIG} makes it {list(shard.shape)}."
+            f"{part.name} in {path} has shape {list(shape)}, but by {CONFIG} it is {list(part.shape)}."
         )
-    return stored
+    return found
 
 
-def _read(shard: TensorShard, file: Any, path: Path) -> None:
-    """Copies this rank's slice of one tensor; nothing else of it is read."""
-    stored = _slice_of(shard, file, path)
+def _read(shard: TensorShard, part: Stored, file: Any, path: Path) -> None:
+    """Copies this rank's slice of one tensor, without reading the rest."""
+    found = _slice_of(part, file, path)
+    if part.expert is not None:
+        shard.local[part.expert - shard.start, part.rows].copy_(found[:])
+        return
     shape = shard.shape
     index = [slice(None)] * len(shape)
     for dim, start in ((shard.dim, shard.start), (shard.dim_y, shard.start_y)):
         if dim is not None:
             index[dim] = slice(start, start + shard.local.shape[dim])
-    shard.local.copy_(stored[tuple(index)])
+    shard.local.copy_(found[tuple(index)])
 
 
 def saved_dtype(hf: Mapping[str, Any]) -> torch.dtype:
-    """The dtype that a parsed config.json names. Raises ValueError for another than fp32, bf16 and fp16."""
+    """Returns the dtype in a parsed config.json. Raises ValueError unless it is fp32, bf16 or fp16."""
     name = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     if not isinstance(name, str) or name not in _DTYPES:
         raise ValueError(
-            f"{CONFIG} says dtype {ascii(name)[:60]}; give dtype= one of {', '.join(_DTYPES)} to convert to."
+            f"{CONFIG} says dtype {ascii(name)[:60]}; pass dtype=, one of {', '.join(_DTYPES)}, to convert."
         )
     return _DTYPES[name]

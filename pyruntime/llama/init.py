@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on the number of ranks: a shard is the slice of the tp=1 tensor."""
+"""Draws initial weights that do not depend on the number of ranks: a shard is a slice of the tp=1 tensor."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _TILE = 256  # indices of the cut dimension that one generator draws; changing i
 
 
 def init_shard(config: LlamaConfig, shard: TensorShard, seed: int) -> None:
-    """Fill `shard.local` in place: norms with 1, biases with 0, matrices with draws of a normal distribution.
+    """Fills `shard.local` in place: norms with 1, biases with 0, matrices with normally distributed draws.
 
-    The standard deviation is `initializer_range`, divided by `sqrt(2 L)` for the two projections that write
-    into the residual stream (GPT-2, Radford et al. 2019, section 2.3: its variance then does not grow with
-    the depth L).
+    The standard deviation is `initializer_range`. For the two projections that write into the residual
+    stream it is divided by `sqrt(2 L)`, so that the stream's variance does not grow with the depth L (GPT-2,
+    Radford et al. 2019, section 2.3).
 
-    A matrix is drawn in tiles of 256 indices along the dimension that tensor parallelism cuts, each by a
-    generator of its own seeded by (seed, tensor name, tile). A rank thus draws its own tiles and no others,
-    whatever the number of ranks, and the memory beyond the parameter is one fp32 tile.
+    A matrix is drawn in tiles of 256 indices along the dimension that tensor parallelism cuts. Each tile has
+    its own generator, seeded by (seed, tensor name, tile). So a rank draws only its own tiles, and needs
+    memory for one fp32 tile beyond the parameter. A tile of experts is one expert's matrix.
     """
     with torch.no_grad():
         if shard.name.endswith("norm.weight"):
@@ -34,21 +34,21 @@ def init_shard(config: LlamaConfig, shard: TensorShard, seed: int) -> None:
 
 
 def _std(config: LlamaConfig, name: str) -> float:
-    if name.endswith(("self_attn.o_proj.weight", "mlp.down_proj.weight")):
+    if name.endswith(("self_attn.o_proj.weight", "down_proj.weight", "experts.down_proj")):
         return config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
     return config.initializer_range
 
 
 def _fill_normal(shard: TensorShard, std: float, seed: int) -> None:
-    assert shard.dim is not None  # every matrix is cut
-    dim, local, start = shard.dim, shard.local, shard.start
+    dim, local, start = shard.dim or 0, shard.local, shard.start  # a router's matrix is not cut
     end = start + local.shape[dim]
-    for tile in range(start // _TILE, math.ceil(end / _TILE)):
-        first = tile * _TILE
-        last = min(first + _TILE, shard.shape[dim])
+    size = 1 if len(shard.shape) == 3 else _TILE  # of experts' matrices one
+    for tile in range(start // size, math.ceil(end / size)):
+        first = tile * size
+        last = min(first + size, shard.shape[dim])
         shape = list(shard.shape)
         shape[dim] = last - first
-        # Drawn on the CPU for every device, so that a GPU run starts from the same weights.
+        # Always drawn on the CPU, so that a GPU run starts from the same weights.
         values = torch.empty(shape).normal_(0.0, std, generator=_generator(seed, shard.name, tile))
         low, high = max(first, start), min(last, end)
         values = values.narrow(dim, low - first, high - low)
@@ -58,6 +58,6 @@ def _fill_normal(shard: TensorShard, std: float, seed: int) -> None:
 
 
 def _generator(seed: int, name: str, tile: int) -> torch.Generator:
-    """A generator whose stream depends on nothing but its arguments."""
+    """Returns a generator whose draws depend only on the arguments."""
     digest = hashlib.sha256(f"{seed}/{name}/{tile}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

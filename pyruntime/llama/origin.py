@@ -1,7 +1,7 @@
-"""Files and settings of a Hugging Face model that training does not change: they leave with it as they came.
+"""Keeps the files and settings of a Hugging Face model that training does not change.
 
-All that a model's folder holds besides its weights is kept in the run folder: tokenizer, chat templates,
-generation settings, licence. Of config.json the keys that are ours alone are written anew.
+The run folder keeps all files of the model's folder except weights: tokenizer, chat templates, generation
+settings, licence. An export copies them back. Only a few keys of config.json (`OURS`) are written anew.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "came_with"
-"""Of a run: what its model.init_from held besides weights."""
+"""Folder of a run with the files of its model.init_from, except weights."""
 ADVICE = "copy it again from the model that the run began with, or move the folder away to do without"
-"""Ends the sentence about a folder of what came that is damaged."""
+"""End of the error message about a damaged file in that folder."""
 TEMPLATES = "additional_chat_templates"
 CONFIG = "config.json"
 OURS = ("dtype", "torch_dtype", "max_position_embeddings", "vocab_size")
-"""Keys of config.json that say what was written, and not what came."""
+"""Keys of config.json that describe the written model; all others keep the original model's values."""
 _WEIGHTS = (
     ".safetensors",
     ".bin",
@@ -34,25 +34,24 @@ _WEIGHTS = (
 
 
 def of_checkpoint(folder: Path) -> Path:
-    """Where what came with the model of a checkpoint is: in its run's folder."""
+    """Returns the folder, in the checkpoint's run folder, with the files that came with the model."""
     return folder.resolve().parent.parent / FOLDER
 
 
 def why_without(folder: Path) -> str:
-    """Where the checkpoint `folder` was copied out of its run, a sentence that says what does not go with it;
-    else empty."""
+    """Returns a sentence that says what is missing if the checkpoint `folder` was copied out of its run; else
+    an empty string."""
     run_dir = folder.resolve().parent.parent
     if (run_dir / "config.toml").is_file() or (run_dir / FOLDER).is_dir():
         return ""
     return (
-        f"{folder} is not in the folder of its run: the tokenizer that config.toml names there, and what "
-        f"came with an imported model, in {FOLDER}/, are not with it; copy both to {run_dir} to have them."
+        f"{folder} is not in the folder of its run: the tokenizer that config.toml names there, and the "
+        f"files of an imported model, in {FOLDER}/, are missing; copy both to {run_dir} to have them."
     )
 
 
 def keep(source: Path, target: Path) -> None:
-    """Copies what the model's folder `source` holds besides weights to the new folder `target`. Raises
-    OSError."""
+    """Copies all but weights from the model's folder `source` to the new folder `target`. Raises OSError."""
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(_WEIGHTS):
@@ -62,8 +61,8 @@ def keep(source: Path, target: Path) -> None:
 
 
 def give_back(kept: Path, target: Path) -> None:
-    """Puts what `keep` copied to `kept` beside the weights in `target`, whose config.json is there. Raises
-    OSError, and ValueError, before anything is changed, where the config.json that came is damaged."""
+    """Copies the files that `keep` put into `kept` beside the weights and config.json in `target`. Raises
+    OSError; raises ValueError, before it changes anything, if the config.json in `kept` is damaged."""
     came = _came(kept / CONFIG)
     written = json.loads((target / CONFIG).read_text(encoding="utf-8"))
     for path in kept.iterdir():

@@ -1,4 +1,4 @@
-"""Named model shapes, from one that a test trains in a second to the largest Llama published."""
+"""Named sizes of Llama models, from one that a test trains in a second to the largest published."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from pyruntime.llama.config import LlamaConfig, RopeScaling
+from pyruntime.llama.mixture import Mixture
 
 _LLAMA_31: dict[str, Any] = {
     "vocab_size": 128256,
@@ -30,7 +31,7 @@ def _shape(layers: int, dim: int, heads: int, kv_heads: int, ffn: int, **rest: A
 
 
 PRESETS: dict[str, LlamaConfig] = {
-    # Small ones; all but the last have a vocabulary of bytes. The number in a name is that of the parameters.
+    # Small models; all but the last have a vocabulary of bytes. The name gives the number of parameters.
     "debug": _shape(2, 96, 4, 4, 256, vocab_size=256, max_position_embeddings=256),
     "3m": _shape(4, 256, 8, 4, 704, vocab_size=256, max_position_embeddings=512),
     "10m": _shape(6, 384, 12, 4, 1088, vocab_size=256, max_position_embeddings=1024),
@@ -47,11 +48,49 @@ PRESETS: dict[str, LlamaConfig] = {
     "llama3-8b": _shape(32, 4096, 32, 8, 14336, **_LLAMA_31),
     "llama3-70b": _shape(80, 8192, 64, 8, 28672, **_LLAMA_31),
     "llama3-405b": _shape(126, 16384, 128, 8, 53248, **_LLAMA_31),
+    # With experts; the first trains on a small machine. mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen3-30B-A3B.
+    "experts-8x1m": _shape(
+        4,
+        256,
+        8,
+        4,
+        512,
+        vocab_size=256,
+        max_position_embeddings=512,
+        mixture=Mixture(experts=8, per_token=2, width=352),
+    ),
+    "mixtral-8x7b": _shape(
+        32,
+        4096,
+        32,
+        8,
+        14336,
+        vocab_size=32000,
+        max_position_embeddings=32768,
+        rope_theta=1e6,
+        mixture=Mixture(experts=8, per_token=2, width=14336),
+    ),
+    "qwen3-30b-a3b": _shape(
+        48,
+        2048,
+        32,
+        4,
+        6144,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        qk_norm=True,
+        mixture=Mixture(experts=128, per_token=8, width=768),
+    ),
 }
 
 
 def preset(name: str, **changes: Any) -> LlamaConfig:
-    """The preset called `name` with the given fields changed, as in `preset("10m", vocab_size=5000)`."""
+    """Returns the preset `name` with the given fields changed: `preset("10m", vocab_size=5000)`.
+
+    Raises ValueError for an unknown name."""
     if name not in PRESETS:
         raise ValueError(f"There is no model preset {name!r}; use one of {', '.join(PRESETS)}.")
     if {"hidden_size", "num_attention_heads"} & changes.keys():

@@ -1,4 +1,4 @@
-"""What the backward pass computes again in place of what the forward pass would keep for it."""
+"""Recomputation: the backward pass computes tensors again that the forward pass would otherwise keep."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pyruntime.choices import Recomputation, check_value, values
 
 
 def check(recompute: str) -> None:
-    """Raises ValueError for what is none of Recomputation."""
+    """Raises ValueError unless `recompute` is a value of Recomputation."""
     check_value("recompute", recompute, values(Recomputation))
 
 
 class _Again(NamedTuple):
-    """In the place of a tensor: what computes the one in whose memory it lay, and where it lay there."""
+    """Stands for a saved tensor: the function that computes its memory again, and its place in there."""
 
     compute: Callable[[], Tensor]
     size: torch.Size
@@ -32,13 +32,13 @@ class _Again(NamedTuple):
 
 @contextlib.contextmanager
 def computed_again(x: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
-    """Within it, who saves x for its backward pass keeps none of it, and is given what `compute` makes then:
-    the same as x, in memory laid out alike. Whatever else is saved is kept.
+    """Within this context, an operator that saves x for its backward pass does not keep it. The backward pass
+    calls `compute`, which must return the values of x in the same memory layout. Other tensors are kept.
 
-    compute: refers to no part of a graph (detached tensors), or graph and it would keep each other. It must
-    neither wait for other ranks nor write to what it reads.
+    compute: must use detached tensors only, or it and the graph would keep each other alive. It must not wait
+    for other ranks, nor write to its inputs.
     """
-    # x is alive as long as this is open, so that its memory is nobody else's.
+    # x lives at least as long as this context, so no other tensor gets its memory.
     place = x.untyped_storage().data_ptr()
 
     def pack(saved: Tensor) -> Tensor | _Again:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the tables of angles (Su et al. 2021, arXiv 2104.09864, equation 34)."""
+"""Tables of angles for rotary position embedding (Su et al. 2021, arXiv 2104.09864, equation 34)."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ def inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
 def rope_tables(
     config: LlamaConfig, length: int, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cos` and `sin` of positions `0 .. length - 1`, fp32 `[length, head_dim]`.
+    """Returns `cos` and `sin` of positions `0 .. length - 1`, fp32 `[length, head_dim]`.
 
     The halves of a head are rotated against each other (Hugging Face's channel order), so both halves of the
     tables are equal.
     """
-    # fp32 products of position and frequency, as transformers forms them: parity to the last bit is worth
-    # more here than the digits that fp64 would add at long contexts.
+    # Products of position and frequency are fp32 as in transformers: equal bits are worth more than the
+    # digits that fp64 would add at long contexts.
     angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequencies(config))
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(device), angles.sin().to(device)
 
 
 def _llama3(inverse: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Llama 3.1's stretch: long wavelengths by `factor`, short ones not at all, a linear blend in frequency
-    between.
+    """Llama 3.1's scaling: long wavelengths by `factor`, short ones not at all, linearly blended between.
 
     Source: the reference code of Llama 3.1 (`apply_scaling`), as in transformers' `rope_type="llama3"`.
     """

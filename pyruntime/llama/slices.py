@@ -1,19 +1,19 @@
 """Causal slices of a sequence inside a tensor-parallel group: one slice's rows travel while another computes.
 
-Slice c needs keys and values of slices <= c and nothing else of other slices (TeraPipe, arXiv 2102.07988,
-section 3.1), so each goes through the layers by itself. A layer has two halves of one form::
+Slice c needs from other slices only the keys and values of slices <= c (TeraPipe, arXiv 2102.07988,
+section 3.1), so each goes through the layers by itself. A layer has two halves of the same form::
 
-    begin      this rank's rows of the normalised stream leave   half 0: of qkv        half 1: of gate and up
-    multiply   column linear on what came                        qkv                   gate and up
-    scatter    what follows, and a row linear, whose parts leave attention, out        silu(gate) * up, down
-    finish     the sums have come: added to the stream, normalised for the half that follows
+    begin      send this rank's rows of the normalised stream    half 0: for qkv       half 1: for gate and up
+    multiply   column linear on the gathered rows                qkv                   gate and up
+    scatter    the next operator, and a row linear, sent         attention, out        silu(gate) * up, down
+    finish     add the received sums to the stream, normalise it for the next half
 
-Where context ranks share the sequence, a slice has tokens of all of them, and its attention passes the keys
-of slices <= c round the ring: those of slice c' travel C - c' times.
+If context ranks share the sequence, a slice has tokens of all of them. Its attention passes the keys of
+slices <= c round the ring: those of slice c' travel C - c' times.
 
-With C slices, (half, slice) number i has number i - C / 2 finished and the half after that begun between its
-own multiply and scatter: sums have travelled under as much work as the rows that follow them will. The
-backward pass runs backwards through the same order, as autograd does (csrc/ops/sliced_linears.cpp).
+Number the pairs (half, slice) in order, with C slices. Between multiply and scatter of pair i, pair i - C / 2
+is finished and its slice begins the next half. So the sums travel behind as much work as the rows after them.
+The backward pass runs through the same order in reverse, as autograd does (csrc/ops/sliced_linears.cpp).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -34,18 +35,18 @@ from pyruntime.nn.sliced import SlicedColumn, SlicedRow
 if TYPE_CHECKING:
     from pyruntime.choices import Recomputation
     from pyruntime.context import Context
-    from pyruntime.llama.model import Block, ForwardPass
+    from pyruntime.llama.block import Block, ForwardPass
 
 MOST = 4
-"""More would need more flights under way than a group has slots."""
+"""Limit on slices: more would need more open flights than a group has slots."""
 MOST_OF_LAYOUT = {"striped": MOST, "zigzag": 2, "contiguous": 1}
-"""Slices, each of which has tokens of every context rank and lies before the next: zigzag ranks have one part
-in either half of a sequence."""
+"""Limit on slices by context layout. Each slice has tokens of every context rank and lies before the next;
+a zigzag rank has one part in each half of a sequence."""
 
 
 @dataclass(frozen=True)
 class SliceAction:
-    """What one thread does next."""
+    """One step of one slice through half a layer; the kinds are in the module's docstring."""
 
     kind: Literal["begin", "multiply", "scatter", "finish"]
     half: int
@@ -54,7 +55,7 @@ class SliceAction:
 
 
 def order(halves: int, slices: int) -> Iterator[SliceAction]:
-    """In which one thread goes through `halves` halves of layers with so many slices; the same on all
+    """Yields the order in which one thread takes `slices` through `halves` halves of layers; the same on all
     ranks."""
     count, ahead = halves * slices, slices - slices // 2
 
@@ -76,37 +77,37 @@ def order(halves: int, slices: int) -> Iterator[SliceAction]:
 
 
 def check(slices: int, ranks: int, context: Context | None, keep_gathered: bool | None) -> int:
-    """`slices`. Raises ValueError where a model cannot have so many."""
+    """Returns `slices`. Raises ValueError if a model cannot have that many."""
     if not 1 <= slices <= MOST:
         raise ValueError(f"slices={slices}; use 1 to {MOST}.")
     if slices == 1:
         return slices
     if ranks == 1:
-        raise ValueError(f"slices={slices} without tensor parallelism, where nothing travels; leave it at 1.")
+        raise ValueError(f"slices={slices} hide nothing without tensor parallelism; leave it at 1.")
     if context is not None and context.size > 1 and slices > MOST_OF_LAYOUT[context.layout]:
         raise ValueError(
-            f"slices={slices} of sequences that are cut over context ranks by layout={context.layout!r}, "
-            f"which has at most {MOST_OF_LAYOUT[context.layout]}, each before the next on all ranks; use "
+            f"slices={slices} are too many with context ranks and layout={context.layout!r}, which allows at "
+            f"most {MOST_OF_LAYOUT[context.layout]}: each must lie before the next on all ranks; use "
             "layout='striped', or fewer slices."
         )
     if keep_gathered is False:
-        raise ValueError(f"slices={slices} keep their gathered input; leave keep_gathered out.")
+        raise ValueError(f"slices={slices} need keep_gathered; do not pass keep_gathered=False.")
     return slices
 
 
 def lengths(seq: int, slices: int, ranks: int, context: Context | None = None) -> tuple[int, ...]:
-    """Tokens of each slice of a sequence: all but the last are multiples of the ranks, so that a rank's rows
-    of all slices are as many as of the whole. Fewer slices where there are too few tokens.
+    """Returns the tokens of each slice of a sequence, with fewer slices if there are too few tokens. All but
+    the last are multiples of `ranks`, so that a rank has as many rows as without slices.
 
-    context: of the ranks that share the sequence, of which seq is this rank's share: the slices of all come
-    one before the other. Raises ValueError where they cannot.
+    context: the ranks that share the sequence; seq is this rank's share. Raises ValueError if the slices of
+    all context ranks cannot lie one before the other.
     """
     if slices > 1 and context is not None and context.size > 1 and context.layout == "zigzag":
         if seq % (2 * ranks):
             unit = 2 * ranks * context.size
             raise ValueError(
                 f"The zigzag layout over {context.size} context ranks cuts sequences into 2 slices of "
-                f"{ranks} tensor-parallel ranks where {unit} divides their tokens, not {seq * context.size}; "
+                f"{ranks} tensor-parallel ranks only if {unit} divides the tokens, not {seq * context.size}; "
                 f"use {-(-seq * context.size // unit) * unit} tokens, or layout='striped'."
             )
         return (seq // 2, seq // 2)
@@ -117,10 +118,11 @@ def lengths(seq: int, slices: int, ranks: int, context: Context | None = None) -
     return tuple(found)
 
 
-def places(batch: int, parts: Sequence[int], ranks: int) -> Tensor:
-    """[B * S]: which token stands in each row, where every rank has its rows of the first slice, then those
-    of the next."""
-    tokens = torch.arange(batch * sum(parts)).view(batch, -1).split(list(parts), 1)
+@lru_cache(maxsize=64)
+def places(batch: int, parts: tuple[int, ...], ranks: int, device: torch.device | str = "cpu") -> Tensor:
+    """Returns the token of each row, [B * S], where every rank has its rows of the first slice, then those of
+    the next."""
+    tokens = torch.arange(batch * sum(parts), device=device).view(batch, -1).split(list(parts), 1)
     shares = [part.reshape(-1).tensor_split(ranks) for part in tokens]
     return torch.cat([share[rank] for rank in range(ranks) for share in shares])
 
@@ -137,7 +139,7 @@ class _Layer:
         self._values: list[Tensor] = []
 
     def middle(self, half: int, part: int, y: Tensor) -> Tensor:
-        """Between the two linears of a half."""
+        """Computes what lies between the two linears of a half: attention, or silu(gate) * up."""
         if half == 1:
             return self.elementwise.swiglu(y)
         step, seq = self._step, self._parts[part]
@@ -161,7 +163,7 @@ class _Layer:
         return attended.reshape(step.batch * seq, -1)
 
     def again(self, half: int, rows: Tensor, y: Tensor) -> contextlib.AbstractContextManager[None]:
-        """Of what `middle` made of y: see `Block.again`. Norms' results are kept gathered."""
+        """`Block.again` for `rows`, the result of `middle` on y. Norms' results are kept, gathered."""
         return self._block.again(rows, self.elementwise.swiglu, y) if half == 1 else contextlib.nullcontext()
 
 
@@ -174,8 +176,8 @@ def run(
     eps: float,
     recompute: Recomputation,
 ) -> Tensor:
-    """The residual stream [T/P, D] through some layers, as `Llama.run`. x, and what is returned: this rank's
-    rows of each slice behind each other, see `places`."""
+    """Runs the residual stream [T/P, D] through `blocks`, as `Llama.run` does. x and the result are this
+    rank's rows of the first slice, then those of the next, as in `places`."""
     ranks, rank = blocks[0].qkv.group.size, blocks[0].qkv.group.rank
     counts = [len(torch.arange(step.batch * seq).tensor_split(ranks)[rank]) for seq in parts]
     streams = x.split(counts)
@@ -185,7 +187,7 @@ def run(
     state = (*normed, *streams)
     for index, block in enumerate(blocks):
         own = norms[2 * index + 1 : 2 * index + 3]
-        # Stopped early, the second forward pass would leave flights that are under way. Nothing is random.
+        # With early_stop the second forward pass would leave flights open. Nothing in a layer is random.
         state = checkpoint(
             _flow_again, [block], own, step, parts, eps, *state,
             use_reentrant=False, preserve_rng_state=False, early_stop=False,
@@ -194,7 +196,7 @@ def run(
 
 
 class _Unpacked(torch.autograd.Function):
-    """The same tensors. Their gradients wait until a saved tensor has been unpacked."""
+    """Identity whose backward pass first unpacks a saved tensor, which makes `checkpoint` recompute."""
 
     @staticmethod
     def forward(ctx, *state: Tensor) -> tuple[Tensor, ...]:
@@ -209,8 +211,8 @@ class _Unpacked(torch.autograd.Function):
 
 
 def _flow_again(*arguments: Any) -> tuple[Tensor, ...]:
-    """`_flow`, which is computed again before its backward pass has any flight under way: both together would
-    need more slots than a group has. In a pipeline nothing else at the end of a stage unpacks a tensor."""
+    """`_flow`, but recomputed before its backward pass opens a flight: both together would need more slots
+    than a group has. In a pipeline nothing else at the end of a stage unpacks a tensor."""
     return _Unpacked.apply(*_flow(*arguments))
 
 
@@ -222,8 +224,8 @@ def _flow(
     eps: float,
     *state: Tensor,
 ) -> tuple[Tensor, ...]:
-    """`state`: normalised stream of each slice, then the streams themselves; returns both for the layer that
-    follows. Without a norm of that layer, both are the stream."""
+    """state: the normalised stream of each slice, then the stream of each. Returns both for the next layer;
+    without the norm of that layer, both are the stream."""
     slices = len(parts)
     normed, streams = list(state[:slices]), list(state[slices:])
     layers = [_Layer(block, step, parts) for block in blocks]

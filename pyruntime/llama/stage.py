@@ -1,9 +1,9 @@
-"""Some layers of a Llama as a stage of a pipeline."""
+"""Layers of a Llama as a pipeline stage."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,9 +16,9 @@ from pyruntime.pipeline.split import split_layers
 class LlamaStage(nn.Module):
     """Layers `layers` of `model`, with the embedding before the first layer and norm and head after the last.
 
-    seqs: tokens of each slice of a sequence, all of them where sequences are whole; with a context those of
-    this rank. `batch`, the number of sequences in a micro-batch, may be changed between steps. clock: in
-    seconds, by which forward passes are timed.
+    batch: sequences in a micro-batch; the attribute may be changed between steps.
+    seqs: tokens of each slice of a sequence (one number for whole sequences); with a context, of this rank.
+    clock: returns moments, for `spans`; None: nothing is timed.
     """
 
     def __init__(
@@ -27,13 +27,13 @@ class LlamaStage(nn.Module):
         layers: Sequence[int],
         batch: int,
         seqs: Sequence[int],
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], Any] | None = None,
     ):
         super().__init__()
         self.batch, self._clock = batch, clock
-        self.layers_s = self.rest_s = 0.0
-        """What layers, and embedding, norm and head, have taken in forward passes."""
-        # In a list, as the stage holds its own layers of the model and no others.
+        self.spans: list[tuple[Any, Any, Any, Any]] = []
+        """Moments of each forward pass: its begin, begin and end of its layers, its end."""
+        # In a list, so that the model and its other layers do not become submodules.
         self._model, self._numbers, self._seqs = [model], tuple(layers), tuple(seqs)
         self.is_first = layers[0] == 0
         self.is_last = layers[-1] == model.config.num_hidden_layers - 1
@@ -44,39 +44,44 @@ class LlamaStage(nn.Module):
             self.norm, self.head = model.norm, model.head
 
     def forward(self, x: Tensor, carry: Carry | None = None, documents: Tensor | None = None) -> Tensor:
-        """Tokens [B, S] in the first stage, else the residual stream [T/P, D] (of two axes [T/X, D/Y]) of
-        this tensor-parallel rank -> the stream, or the logits [T, V/P] in the last stage. carry: of the
-        slices before this one. documents: of the whole sequences, as `Llama.forward` takes them."""
+        """x: tokens [B, S] in the first stage, else this tensor-parallel rank's residual stream [T/P, D]
+        (with two axes [T/X, D/Y]). Returns the stream, or in the last stage the logits [T, V/P]. carry: keys
+        and values of earlier slices. documents: as `Llama.forward` takes them, for whole sequences."""
         (model,) = self._model
         seq = self._seqs[0 if carry is None else carry.part]
-        began = self._clock()
+        moments = [self._now()]
         if self.is_first:
             x = model.embed(x.reshape(-1) if carry is not None else model.in_rows(x))
         caches = None if carry is None else carry.of_layers(len(self._numbers))
         start = 0 if carry is None else carry.length
         share = sum(self._seqs)
-        embedded = self._clock()
+        moments.append(self._now())
         x = model.run(x, self._numbers, self.batch, seq, start, caches, share=share, documents=documents)
-        through = self._clock()
+        moments.append(self._now())
         y = model.head(x, self.batch * seq) if self.is_last else x
-        self.layers_s += through - embedded
-        self.rest_s += embedded - began + self._clock() - through
+        if self._clock is not None:
+            self.spans.append((moments[0], moments[1], moments[2], self._now()))
         return y
 
+    def _now(self) -> Any:
+        return None if self._clock is None else self._clock()
+
     def loss(self, logits: Tensor, labels: Tensor, count: Tensor | None = None) -> Tensor:
-        """Of the last stage: see `Llama.loss`."""
+        """See `Llama.loss`; for the last stage."""
         (model,) = self._model
         return model.loss(logits, labels, count)
 
 
 def layers_of_stages(config: LlamaConfig, stages: int) -> list[range]:
-    """Layers of each stage, so that the costliest stage costs least; the head counts as so many layers as its
-    GEMM costs. Raises ValueError where there are fewer layers than stages."""
-    head = config.hidden_size * config.vocab_size / config.layer_matmul_parameters()
-    return split_layers([1.0] * config.num_hidden_layers, stages, last=head)
+    """Returns the layers of each stage such that the costliest stage costs least, by the GEMMs of a token in
+    layers and head. Raises ValueError if there are fewer layers than stages."""
+    numbers = range(config.num_hidden_layers)
+    costs = [config.layer_matmul_parameters(number, used=True) for number in numbers]
+    head = config.hidden_size * config.vocab_size / costs[-1]
+    return split_layers([cost / costs[-1] for cost in costs], stages, last=head)
 
 
 def part_of_layers(config: LlamaConfig, runs: Sequence[Sequence[int]]) -> ModelPart:
-    """What a rank with the stages of these layers holds."""
+    """Returns the model part of a rank whose stages have these layers."""
     layers = tuple(number for run in runs for number in run)
     return ModelPart(layers, embed=0 in layers, head=config.num_hidden_layers - 1 in layers)

@@ -1,4 +1,4 @@
-"""How long a stage of a Llama takes for a slice of a sequence, by its length and by what came before it."""
+"""Times a stage of a Llama on slices of a sequence, by their length and the number of earlier tokens."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from pyruntime.llama.model import Llama, ModelPart
 from pyruntime.pipeline.carry import Carry
 
 ROUNDS = 5
-"""Of which the least counts, after one that does not: what else the machine does only ever adds."""
+"""Measured rounds after a warm-up. The least counts, because other load on the machine only adds time."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured seconds (forward and backward) of slices; `fit(*zip(*contexts), lengths, seconds)` of
-    pyruntime.plan makes TeraPipe's model of them (arXiv 2102.07988, equation 9)."""
+    """Measured seconds (forward and backward) of slices. `fit(*zip(*contexts), lengths, seconds)` of
+    pyruntime.plan fits TeraPipe's model to them (arXiv 2102.07988, equation 9)."""
 
     lengths: tuple[int, ...]
-    """Of slices at the beginning of a sequence."""
+    """Tokens of slices at the beginning of a sequence."""
     seconds: tuple[float, ...]
+    """Seconds of these slices."""
     contexts: tuple[tuple[int, int, float], ...]
-    """(length, tokens before it, seconds)."""
+    """Slices with tokens before them: (length, tokens before it, seconds)."""
 
 
 @dataclass(frozen=True)
 class Ends:
-    """Measured seconds (forward and backward) of what is no layer, for one whole sequence."""
+    """Measured seconds (forward and backward) of embedding and head, for one whole sequence."""
 
     embedding: float
     head: float
-    """And the last norm and the loss."""
+    """Includes the last norm and the loss."""
 
 
 def costed(config: LlamaConfig, dtype: str) -> dict[str, int | str]:
-    """What costs depend on, by name: a profile is of use to a model with the same."""
+    """Returns the settings that costs depend on, by name. A profile fits models with the same values."""
     sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
     return {**{name: getattr(config, name) for name in sizes}, "dtype": dtype}
 
@@ -50,13 +51,13 @@ class StageClock:
 
     def __init__(self, config: LlamaConfig, layers: int, dtype: torch.dtype):
         self._layers = tuple(range(1, layers + 1))
-        # Neither the first nor the last of the model: nothing but layers is timed.
+        # Neither the first nor the last layer of the model, so that only layers are timed.
         deep = dataclasses.replace(config, num_hidden_layers=layers + 2, tie_word_embeddings=False)
         self._model = Llama(deep, dtype=dtype, part=ModelPart(self._layers, embed=False, head=False))
         self._config, self._dtype = deep, dtype
 
     def seconds(self, length: int, context: int) -> float:
-        """Of a forward and a backward pass of a slice of so many tokens after so many."""
+        """Returns the seconds of a forward and backward pass of `length` tokens after `context` tokens."""
         return _least(lambda: self._once(length, context))
 
     def _once(self, length: int, context: int) -> float:
@@ -71,7 +72,7 @@ class StageClock:
         return taken
 
     def _carry(self, context: int) -> Carry:
-        """The keys and values of so many tokens, and a slice that begins."""
+        """Returns a carry with random keys and values of `context` tokens, in which a slice begins."""
         carry = Carry().begin(0)
         if context == 0:
             return carry
@@ -89,7 +90,7 @@ def _least(once: Callable[[], float]) -> float:
 
 
 def time_ends(config: LlamaConfig, dtype: torch.dtype, tokens: int) -> Ends:
-    """Times embedding and head of a model for a sequence of so many tokens."""
+    """Times embedding and head of a model for a sequence of `tokens` tokens."""
     config = dataclasses.replace(config, num_hidden_layers=1, tie_word_embeddings=False)
     model = Llama(config, dtype=dtype)
     ids = torch.randint(config.vocab_size, (tokens,))
@@ -117,12 +118,12 @@ def time_ends(config: LlamaConfig, dtype: torch.dtype, tokens: int) -> Ends:
 def profile_stage(
     config: LlamaConfig, layers: int, dtype: torch.dtype, lengths: Sequence[int], contexts: Sequence[int]
 ) -> Profile:
-    """Times slices of `lengths` tokens at the beginning of a sequence, and of those lengths after `contexts`
-    tokens that stay within the longest one."""
+    """Times slices of `lengths` tokens at the beginning of a sequence, and some of these lengths after
+    `contexts` tokens if both together are within the longest length."""
     clock = StageClock(config, layers, dtype)
     base = tuple(clock.seconds(length, 0) for length in lengths)
     longest = max(lengths)
-    # A quarter of the lengths, spread evenly, is enough for four coefficients.
+    # About eight lengths, spread evenly, are enough for four coefficients.
     some = lengths[:: max(1, len(lengths) // 8)]
     pairs = [(length, context) for length in some for context in contexts if 0 < context <= longest - length]
     later = tuple((*pair, clock.seconds(*pair)) for pair in pairs)

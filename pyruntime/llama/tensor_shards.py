@@ -1,4 +1,4 @@
-"""Which slice of which checkpoint tensor a local parameter is: the map behind init, load and save."""
+"""Maps local parameters to slices of checkpoint tensors, for initialisation, loading and saving."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ _MODEL = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"
 _LAYER = {
     "attention_norm": {"": "input_layernorm"},
     "qkv": {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"},
+    "q_norm": {"": "self_attn.q_norm"},
+    "k_norm": {"": "self_attn.k_norm"},
     "out": {"": "self_attn.o_proj"},
     "mlp_norm": {"": "post_attention_layernorm"},
     "gate_up": {"gate": "mlp.gate_proj", "up": "mlp.up_proj"},
     "down": {"": "mlp.down_proj"},
+    "mixture.router": {"": "mlp.gate"},
+    "mixture.experts": {"": "mlp.experts"},
+    "mixture.shared_gate_up": {"gate": "mlp.shared_expert.gate_proj", "up": "mlp.shared_expert.up_proj"},
+    "mixture.shared_down": {"": "mlp.shared_expert.down_proj"},
+    "mixture.shared_gate": {"": "mlp.shared_expert_gate"},
 }
 
 
@@ -26,9 +33,9 @@ _LAYER = {
 class TensorShard:
     """This rank's part of one tensor of a Hugging Face Llama checkpoint.
 
-    `name` and full `shape` are the checkpoint's; `local` is a view of the parameter that holds indices
-    `[start, start + local.shape[dim])` of dimension `dim`, or the whole tensor where `dim` is None. `dim_y`
-    and `start_y` are the same of another dimension, where the group has two axes.
+    `name` and `shape` are those of the whole tensor. `local` is a view of the parameter with the indices
+    `[start, start + local.shape[dim])` of dimension `dim`, or with the whole tensor if `dim` is None. `dim_y`
+    and `start_y` are the same for the dimension cut over y, if the group has two axes.
     """
 
     name: str
@@ -41,20 +48,22 @@ class TensorShard:
 
 
 def shards_of_model(name: str, module: nn.Module) -> Iterator[TensorShard]:
-    """Tensors of "embed", "norm" or "head"."""
+    """Yields the tensors of "embed", "norm" or "head"."""
     return _shards_of(module, {"": _MODEL[name]})
 
 
 def shards_of_layer(number: int, layer: nn.Module) -> Iterator[TensorShard]:
-    """Tensors of a decoder layer, in the order in which it uses them."""
+    """Yields the tensors of a decoder layer, in the order of use."""
+    held = dict(layer.named_modules())
     for module, names in _LAYER.items():
-        yield from _shards_of(getattr(layer, module), names, f"model.layers.{number}.")
+        if module in held:
+            yield from _shards_of(held[module], names, f"model.layers.{number}.")
 
 
 def gather_full(shard: TensorShard, group: TensorGroup) -> Tensor:
-    """The full tensor that `shard` is a part of, on every rank. All ranks of the group must call this."""
+    """Returns the full tensor of `shard` on every rank. All ranks of the group must call this."""
     cuts = zip(group.axes, (shard.dim, shard.dim_y), strict=False)
-    return gather_whole(shard.local, cuts, shard.shape)
+    return gather_whole(shard.local, [(axis, d, (shard.shape[d],)) for axis, d in cuts if d is not None])
 
 
 def _shards_of(module: nn.Module, names: dict[str, str], prefix: str = "") -> Iterator[TensorShard]:
@@ -63,6 +72,6 @@ def _shards_of(module: nn.Module, names: dict[str, str], prefix: str = "") -> It
         for part, local in zip(layout.parts, layout.split(memory_of(parameter)), strict=True):
             # "q.weight" of a merged linear, "weight" of a plain one
             which, _, kind = part.key.rpartition(".")
-            starts = {dim: start for dim, start, _ in layout.places(part)}
+            starts = {dim: ranges[0][0] for dim, ranges in layout.ranges(part).items()}
             dims = [(dim, starts.get(dim, 0)) for dim in (layout.dim, layout.dim_y)]
             yield TensorShard(f"{prefix}{names[which]}.{kind}", tuple(part.shape), *dims[0], local, *dims[1])

@@ -1,7 +1,7 @@
 """Tensor-parallel layers for torch models: linears, embedding, norm, loss.
 
-`parallelize`, `verify` and `explain` work on whole models. They are in `pyruntime.any_model`, which stands on
-this package, and can be imported from here too."""
+`parallelize`, `verify` and `explain` work on complete models. They are in `pyruntime.any_model`, which is
+built on this package, and can be imported from here too."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,9 @@ from pyruntime.nn.layout import Layout
 from pyruntime.nn.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.norm import RMSNorm
+from pyruntime.nn.parallel_experts import ParallelExperts
 from pyruntime.nn.parameters import Part, TensorGroup, shard_bounds
+from pyruntime.nn.router import Router, RouterLosses
 
 if TYPE_CHECKING:
     from pyruntime.any_model.explain import LayerReport, Report, explain
@@ -27,11 +29,14 @@ __all__ = [
     "LayerReport",
     "Layout",
     "MergedColumnParallelLinear",
+    "ParallelExperts",
     "ParallelModule",
     "Part",
     "Plan",
     "RMSNorm",
     "Report",
+    "Router",
+    "RouterLosses",
     "RowParallelLinear",
     "TensorGroup",
     "VerificationError",

@@ -1,4 +1,4 @@
-"""The norm of a gradient that is cut over ranks, and clipping by it."""
+"""Computes the norm of gradients that are cut over ranks, and clips gradients by it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pyruntime.ops.layers import sum_of_squares
 
 @torch.no_grad()
 def grad_norm(parameters: Tensor | Iterable[nn.Parameter], group: Group | TensorGroup | None) -> Tensor:
-    """The Euclidean norm of the full gradient, an fp64 scalar, bitwise the same on every rank of `group`.
+    """Returns the Euclidean norm of the full gradient, an fp64 scalar with the same bits on every rank.
 
-    Parameters that are cut over the group are shards, and every rank's square counts; the others are
-    replicated, and rank 0's square counts once; so over each axis of a group of two. One gather of a few
-    numbers for each. Parameters without a gradient count as zero. Every rank must call it. Raises ValueError
-    where a parameter is cut over another group."""
+    Parameters that are cut over the group are shards, so the squares of all ranks are summed. The others are
+    replicated, so only rank 0's square counts. In a group of two axes this holds for each axis. Each axis
+    takes one gather of a few numbers. Parameters without a gradient count as zero. Every rank must call it.
+    Raises ValueError where a parameter is cut over another group."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     group = TensorGroup.of(group)
     axes = [axis for axis in group.axes if axis.size > 1]
-    kinds = list(product((True, False), repeat=len(axes)))  # over which axes a gradient is cut
+    kinds = list(product((True, False), repeat=len(axes)))  # for each axis: whether gradients are cut over it
     gradients: dict[tuple[bool, ...], list[Tensor]] = {kind: [] for kind in kinds}
     for p in parameters:
         if p.grad is not None:
@@ -34,13 +34,13 @@ def grad_norm(parameters: Tensor | Iterable[nn.Parameter], group: Group | Tensor
     squares = torch.stack([sum_of_squares(of_kind, device) for of_kind in gradients.values()])
     for place, axis in enumerate(axes):
         every = ops.all_gather_stats(squares, axis.name)  # [P, kinds]
-        is_cut = torch.tensor([kind[place] for kind in kinds], device=device)
-        squares = torch.where(is_cut, every.sum(0), every[0])
+        total = every.sum(0)
+        squares = torch.stack([(total if kind[place] else every[0])[i] for i, kind in enumerate(kinds)])
     return squares.sum().sqrt()
 
 
 def _cut_over(parameter: Tensor, group: TensorGroup) -> tuple[str, ...]:
-    """Names of the axes of `group` that it is cut over."""
+    """Returns the names of the axes of `group` over which the parameter is cut."""
     layout = getattr(parameter, "tp_layout", None)
     cut_over = () if layout is None else layout.cut_over
     others = [name for name in cut_over if name not in {axis.name for axis in group.axes}]
@@ -49,8 +49,8 @@ def _cut_over(parameter: Tensor, group: TensorGroup) -> tuple[str, ...]:
     if others:
         raise ValueError(
             f"A parameter of shape {list(parameter.shape)} is cut over group {others[0]!r}, "
-            f"but its gradient's norm was asked over {group.name!r}; pass the group that the layers were "
-            "built with."
+            f"but the norm of its gradient was requested over {group.name!r}; pass the group that the layers "
+            "were built with."
         )
     return cut_over
 
@@ -63,9 +63,9 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_ over shards: scales every gradient in place so that their norm over the
-    group is at most max_norm, and returns the norm before (fp64 scalar, see grad_norm). torch's own sees all
-    shards as well (gradients.py); this one sums in fp64.
+    """Scales every gradient in place so that their norm over the group is at most max_norm. Returns the norm
+    before that (fp64 scalar, see grad_norm). torch.nn.utils.clip_grad_norm_ covers all shards too (cut.py),
+    but this one sums in fp64.
 
     Raises ValueError where max_norm is not positive; RuntimeError for a norm of nan or inf with
     error_if_nonfinite."""
@@ -81,6 +81,7 @@ def clip_grad_norm_(
         )
     grads = [memory_of(p.grad) for p in parameters if p.grad is not None]
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    # A factor on a device is not read, because the host would wait for it.
     if grads and (total.device.type != "cpu" or scale.item() != 1.0):
         torch._foreach_mul_(grads, scale.to(grads[0].device, torch.float32))
     return total

@@ -22,13 +22,12 @@ def vocab_parallel_cross_entropy(
     overwrite_logits: bool = False,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Loss per token, fp32, the same on every rank: log sum exp over the whole vocabulary minus the label's
-    logit.
+    """Returns each token's loss, fp32, the same on every rank: logsumexp over all logits minus the label's.
 
     logits_shard [..., V_r] holds the vocabulary's [vocab_start, vocab_start + V_r) on this rank; labels [...]
-    int64 are the same on every rank. The result has the shape of labels, 0 where the label is ignore_index.
-    The ranks exchange three numbers a token (maximum, sum of exponentials, the label's logit), never logits,
-    and the backward exchanges nothing:
+    int64 are the same on every rank. The result has the shape of labels, and is 0 where the label is
+    ignore_index. Ranks exchange three numbers for each token (maximum, sum of exponentials, the label's
+    logit), never logits. The backward exchanges nothing:
 
         d logits_r = (exp(logits_r - logsumexp) - onehot(label) where this rank holds it) * d loss
 
@@ -36,17 +35,18 @@ def vocab_parallel_cross_entropy(
 
     z_loss: adds z_loss logsumexp^2 to the loss of every label that is not ignored (Chowdhery et al. 2022,
         arXiv 2204.02311, section 5).
-    vocab_size: V over all ranks, where given, a label outside [0, V) raises IndexError.
-    overwrite_logits: the backward writes the gradient over the logits and saves their size in memory; nothing
-        else may read them afterwards.
+    vocab_size: V over all ranks; where it is given, a label outside [0, V) raises IndexError on CPU;
+        elsewhere the device asserts it.
+    overwrite_logits: the backward writes the gradient over the logits, which saves memory of their size;
+        nothing else may read the logits afterwards.
     """
     if logits_shard.shape[:-1] != labels.shape:
         raise ValueError(
-            "Cross-entropy wants one label for every row of logits, but the logits are "
+            "Cross-entropy needs one label for every row of logits, but the logits are "
             f"{list(logits_shard.shape)} and the labels {list(labels.shape)}; pass logits [..., V/P] and "
             "labels [...]."
         )
-    name = group.name if isinstance(group, TensorGroup) else group or ""  # "": this rank alone
+    name = group.name if isinstance(group, TensorGroup) else group or ""  # "": only this rank
     flat_logits, flat_labels = logits_shard.reshape(-1, logits_shard.size(-1)), labels.reshape(-1)
     stats = cross_entropy_stats(flat_logits, flat_labels, vocab_start)
     stats = ops.all_gather_stats(stats, name) if name else stats.unsqueeze(0)  # [P, tokens, 3]

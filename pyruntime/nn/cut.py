@@ -1,21 +1,20 @@
-"""Tensors that are cut over the ranks of a tensor-parallel group, and know it.
+"""Tensor classes for weights that are cut over a tensor-parallel group. torch treats them as full tensors.
 
-A weight that is cut is a `CutParameter`, and its gradient, the moments of an optimizer, a copy of it and
-whatever is computed of them element by element are `CutTensor`s. They have the shape of this rank's shard and
-its memory, so that layers and optimizers read them as they read any tensor. What torch computes of them is
-what it would compute of the whole:
+A cut weight is a `CutParameter`. Its gradient, an optimizer's moments, copies, and element-wise results are
+`CutTensor`s. They have the shape and memory of this rank's shard, so layers and optimizers read them like any
+tensor. An operation gives what it would give for the full tensor:
 
-| of cut tensors | is |
+| operation on cut tensors | result |
 |---|---|
-| element by element (p.grad / 2, p.lerp_(q, 0.1), fused updates), copies, dtypes | cut likewise |
-| one number (norms, sum, mean, max, any, equal, ...) | of the whole, the same bits on every rank |
-| random numbers (torch.nn.init, rand_like) | drawn for the whole, of which this rank takes its shard |
-| a product that sums over features which every rank has, a transposed matrix | cut likewise |
-| anything else (p @ p.T, p[0], p.view(-1), p.sum(dim=0)) | refused, in a sentence |
+| element by element (p.grad / 2, p.lerp_(q, 0.1), fused updates), copies, dtypes | cut in the same way |
+| one number (norms, sum, mean, max, any, equal, ...) | of the full tensor, the same bits on every rank |
+| random numbers (torch.nn.init, rand_like) | drawn for the full tensor; this rank takes its shard |
+| a product that sums over features which every rank has, a transposed matrix | cut in the same way |
+| anything else (p @ p.T, p[0], p.view(-1), p.sum(dim=0)) | an error that says why |
 
-Numbers are exchanged between the ranks, so every rank must ask for them. `p.full_tensor()` is the whole, on
-every rank, all of which must call it; `p.to_local()` the shard as a plain tensor that nobody watches over.
-Parallel layers compute with shards (ParallelModule.forward)."""
+Single numbers are exchanged between ranks, so every rank must compute them. `p.full_tensor()` gathers the
+full tensor on every rank, and all ranks must call it. `p.to_local()` is the shard as a plain tensor, without
+these rules. Parallel layers compute with shards (ParallelModule.forward)."""
 
 from __future__ import annotations
 
@@ -36,37 +35,37 @@ from pyruntime.nn.layout import Layout
 
 INSTEAD = "for data parallelism beside tensor parallelism call pyruntime.shard(model, runtime.dp)"
 _TAKEN_FOR_WHOLE = (
-    " What takes a weight for a whole one (FSDP, fully_shard, spectral_norm) cannot be used on a "
+    " Tools that take a shard for the full weight (FSDP, fully_shard, spectral_norm) cannot be used on a "
     f"tensor-parallel model: {INSTEAD}."
 )
 
 GRAD: Any = Tensor.grad
-"""Torch's own descriptor."""
+"""torch's own descriptor of `.grad`."""
 
 as_plain = torch._C.DisableTorchFunctionSubclass
-"""Within it cut tensors are this rank's shards, and what is computed of them is plain."""
+"""Inside this context, cut tensors act as plain shards, and results are plain tensors."""
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Reads `.grad` past a class that would say why there is none; a plain tensor or as it was set."""
+    """Reads `.grad` as it is stored, plain or cut, bypassing a class that would raise where there is none."""
     with as_plain():
         return GRAD.__get__(parameter)
 
 
 def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
-    """Sets `.grad` past a class that would take it elsewhere."""
+    """Sets `.grad`, bypassing a class that would store it elsewhere."""
     with as_plain():
         GRAD.__set__(parameter, gradient)
 
 
 def memory_of(parameter: Tensor) -> Tensor:
-    """`.data` of a parameter: what this rank holds of it, cut or not, as a plain tensor over its memory."""
+    """Returns `.data` of a parameter: this rank's memory of it, cut or not, as a plain tensor."""
     with as_plain():
         return parameter.data
 
 
 class CutTensor(Tensor):
-    """This rank's shard of a tensor that is cut over a group; see the module's docstring."""
+    """This rank's shard of a tensor that is cut over a group. The module's docstring lists its operations."""
 
     tp_layout: Layout
 
@@ -75,16 +74,16 @@ class CutTensor(Tensor):
         kwargs = kwargs or {}
         with as_plain():
             if "out" in kwargs and "extern_kernels" in sys._getframe(1).f_globals:
-                return func(*args, **kwargs)  # in what Inductor has made of a layer, which takes its shard
+                return func(*args, **kwargs)  # Inductor's code for a layer reads the shard
             return _rule_of(func)(func, args, kwargs)
 
     def to_local(self) -> Tensor:
-        """This rank's shard, a plain tensor over the same memory."""
+        """Returns this rank's shard, a plain tensor over the same memory."""
         with as_plain():
             return self.view_as(self)
 
     def full_tensor(self) -> Tensor:
-        """The whole, a plain tensor; no gradient flows through it. Every rank of the group must call it."""
+        """Gathers the full tensor, plain and without a gradient. Every rank of the group must call it."""
         with as_plain(), torch.no_grad():
             layout = self.tp_layout
             parts = layout.to_dtensors(self.detach()).values()
@@ -95,7 +94,7 @@ class CutTensor(Tensor):
         with as_plain():
             if not self.is_leaf:
                 raise RuntimeError(
-                    "Only tensors that were made by the user can be copied deeply; detach() it first."
+                    "Only leaf tensors can be copied deeply, not results of operations; detach() it first."
                 )
             memo[id(self)] = copied = _cut(self.detach().clone().requires_grad_(self.requires_grad), self)
             return copied
@@ -106,24 +105,24 @@ class CutTensor(Tensor):
             if len(parts) == 1:
                 return parts[0].__reduce_ex__(protocol)
         raise ValueError(
-            f"A tensor of {_words(self)} holds several tensors of the whole; save state_dict(), which has "
-            "them one by one."
+            f"A tensor of {_words(self)} holds several tensors of the model; save state_dict(), which has "
+            "each by its name."
         )
 
 
 def shard_of(tensor: Tensor) -> Tensor:
-    """This rank's shard of a cut tensor, plain over the same memory; a plain tensor as it is."""
+    """Returns the shard of a cut tensor as a plain tensor over its memory, and a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, CutTensor) else tensor
 
 
 class CutParameter(CutTensor, nn.Parameter):
-    """A parameter that is cut over a group. Parameters change into it in place."""
+    """A parameter that is cut over a group. `mark_cut` changes an nn.Parameter's class to this in place."""
 
     @property
     def grad(self) -> Tensor | None:
         gradient = gradient_of(self)
         if type(gradient) is Tensor:
-            _cut(gradient, self)  # that very object, which stays the gradient
+            _cut(gradient, self)  # changes the class of the same object, which stays the gradient
         return gradient
 
     @grad.setter
@@ -140,14 +139,13 @@ class CutParameter(CutTensor, nn.Parameter):
         return mark_cut(copied, self.tp_layout)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Its layer marks it again when it is loaded.
+        # Its layer marks the parameter again when it is unpickled.
         with as_plain():
             return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
 def mark_cut(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
-    """Writes on a parameter what it holds of whole tensors; where it is cut over several ranks it becomes a
-    CutParameter."""
+    """Attaches `layout` to a parameter. One that is cut over several ranks becomes a CutParameter."""
     parameter.tp_layout = layout
     parameter.tp_dim = layout.dim
     parameter.tp_group_name = layout.group.name
@@ -157,8 +155,8 @@ def mark_cut(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
 
 
 def cut_like(tensor: Tensor, layout: Any) -> Tensor:
-    """`tensor`, of the shape of a shard, as a cut tensor where the layout, a Layout or what answers as one
-    does, is of several ranks."""
+    """Returns `tensor`, which has a shard's shape, as a cut tensor where the layout has several ranks.
+    layout: a Layout, or an object with the same interface."""
     if not layout.cut_over:
         return tensor
     with as_plain():
@@ -168,7 +166,7 @@ def cut_like(tensor: Tensor, layout: Any) -> Tensor:
 
 
 def _cut(tensor: Tensor, like: CutTensor) -> CutTensor:
-    """That plain tensor is cut as `like` is, from now on."""
+    """Makes a plain tensor a CutTensor with the layout of `like`, in place."""
     tensor.__class__, tensor.tp_layout = CutTensor, like.tp_layout
     return tensor
 
@@ -181,8 +179,8 @@ def _words(tensor: CutTensor) -> str:
 
 
 def _name(func: Any) -> str:
-    """Of a function of torch: "mul" for Tensor.mul_, torch.mul and Tensor.__rmul__ alike; "grad.get" where it
-    reads a property."""
+    """Returns one name for the forms of a torch function: "mul_" for Tensor.mul_, "mul" for torch.mul and
+    Tensor.__rmul__, "grad.get" for reading a property."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return f"{func.__self__.__name__}.{name.strip('_')}"
@@ -204,7 +202,7 @@ _OPERATORS = {
 }
 
 
-# -- what may be done with cut tensors; each rule is called within as_plain()
+# -- rules of the operations on cut tensors; each rule is called within as_plain()
 
 Rule = Callable[[Any, tuple, dict[str, Any]], Any]
 
@@ -212,7 +210,7 @@ Rule = Callable[[Any, tuple, dict[str, Any]], Any]
 @functools.cache
 def _rule_of(func: Any) -> Rule:
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        # pyruntime.ops takes shards, and so does what torch.compile has made of a model's layers.
+        # pyruntime.ops takes shards, and so does code that torch.compile generated for a model's layers.
         return _refuse_compiled if _is_arithmetic(func) else _plain
     if getattr(func, "__module__", "") == "torch.nn.init":
         return _initialised
@@ -224,7 +222,7 @@ def _rule_of(func: Any) -> Rule:
     if name.endswith(".get"):
         return _plain
     if name.endswith((".set", ".delete")) or (name.startswith("_") and name not in _ELEMENTS):
-        return _plain  # Python's and torch's own business
+        return _plain  # internals of Python and torch
     return _element_by_element if _is_pointwise(name) else _refuse
 
 
@@ -234,9 +232,9 @@ def _is_arithmetic(func: torch._ops.OpOverload | torch._ops.OpOverloadPacket) ->
 
 def _refuse_compiled(func: Any, args: tuple, kwargs: dict[str, Any]) -> NoReturn:
     raise RuntimeError(
-        f"{func} was called, as code is that torch.compile has made, of a tensor of "
-        f"{_words(_first_cut((args, kwargs)))}; what is computed of cut tensors besides their layers (the "
-        "step() of an optimizer) is to stay out of torch.compile."
+        f"{func} was called by code that torch.compile generated, on a tensor of "
+        f"{_words(_first_cut((args, kwargs)))}. Only parallel layers may be compiled; keep other operations "
+        "on cut tensors (the step() of an optimizer) out of torch.compile."
     )
 
 
@@ -261,9 +259,9 @@ def _plain(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _refuse(func: Any, args: tuple, kwargs: dict[str, Any]) -> NoReturn:
     name = _name(func).removesuffix(".get")
     raise RuntimeError(
-        f"{name} was asked of a tensor of {_words(_first_cut((args, kwargs)))}, and what it computes of a "
-        "shard is no shard of what it computes of the whole; take it of tensor.full_tensor(), which every "
-        "rank must call, or of tensor.to_local(), the shard alone."
+        f"{name} was called on a tensor of {_words(_first_cut((args, kwargs)))}, and its result for a shard "
+        "is no shard of its result for the full tensor; call it on tensor.full_tensor(), which every rank "
+        "must call, or on tensor.to_local(), which is only the shard."
         + (_TAKEN_FOR_WHOLE if name in ("chunk", "flatten") else "")
     )
 
@@ -281,14 +279,14 @@ def _wrapped(func: Any, result: Any, like: CutTensor) -> Any:
         return result  # in place, or no tensor
     if result.shape != like.shape:
         raise RuntimeError(
-            f"{_name(func)} would spread a tensor of {_words(like)}, over {list(result.shape)}; take "
+            f"{_name(func)} would broadcast a tensor of {_words(like)}, to {list(result.shape)}; use "
             "tensor.full_tensor(), which every rank must call, or tensor.to_local()."
         )
     return _cut(result, like)
 
 
 def _check_alike(func: Any, operands: Sequence[Any]) -> CutTensor:
-    """The first cut one of the operands, which are all cut in the same way."""
+    """Returns the first cut operand. Raises RuntimeError where others are cut in another way."""
     first: CutTensor | None = None
     for each in operands:
         if not isinstance(each, CutTensor):
@@ -300,8 +298,8 @@ def _check_alike(func: Any, operands: Sequence[Any]) -> CutTensor:
             != (theirs.dim, theirs.dim_y, theirs.group.name, each.shape)
         ):
             raise RuntimeError(
-                f"{_name(func)} was asked of {_words(first)}, and of {_words(each)}: they are not cut alike; "
-                "take full_tensor() of both, which every rank must call."
+                f"{_name(func)} was called on {_words(first)}, and on {_words(each)}, which are not cut "
+                "alike; use full_tensor() of both, which every rank must call."
             )
     assert first is not None
     for each in operands:
@@ -313,16 +311,15 @@ def _check_alike(func: Any, operands: Sequence[Any]) -> CutTensor:
 def _check_whole(func: Any, rows: CutTensor, whole: Tensor) -> None:
     if whole.shape != rows.shape:
         raise RuntimeError(
-            f"{_name(func)} was asked of {_words(rows)}, and of the whole {whole.sharded_as} "
-            f"{list(whole.shape)}; what is computed of a sharded model's gradients is of the rows that a "
-            "rank keeps: let an optimizer do it (weight_decay=, lr=), or take full_tensor(), within "
-            "handle.writes() where weights are written."
+            f"{_name(func)} was called on {_words(rows)}, and on the whole {whole.sharded_as} "
+            f"{list(whole.shape)}. Gradients of a sharded model hold only the rows that a rank keeps: let an "
+            "optimizer do it (weight_decay=, lr=), or use full_tensor(), within handle.writes() where "
+            "weights are written."
         )
 
 
 def _each(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Functions of lists, element by element: the i-th result is cut as the i-th of the first list that has
-    cut ones."""
+    """Runs functions of lists, element by element. The i-th result is cut as the lists' i-th tensors."""
     results = func(*args, **kwargs)
     if not isinstance(results, list | tuple):
         return results  # in place
@@ -335,8 +332,8 @@ def _each(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _of_layout(tensor: Tensor, dim: int | None, dim_y: int | None, like: CutTensor, turn: Any) -> CutTensor:
-    """`tensor`, whose parts have the shapes that `turn` makes of those of `like`, cut along other
-    dimensions."""
+    """Marks `tensor` as cut along other dimensions than `like`. turn: maps the shapes of parts of `like` to
+    its own."""
     layout = like.tp_layout
     parts = tuple(dataclasses.replace(part, shape=turn(part.shape)) for part in layout.parts)
     tensor.__class__ = CutTensor
@@ -356,12 +353,12 @@ def _turned(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _product(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """A @ B, where the features that are summed are whole: A's rows are cut, or B's columns."""
+    """A @ B, where only A's rows or B's columns are cut: every rank has all features that are summed."""
     operands = [each for each in args if isinstance(each, Tensor)]
     cut = [isinstance(each, CutTensor) for each in operands]
     if cut not in ([True, False], [False, True]) or any(each.dim() != 2 for each in operands) or kwargs:
         _refuse(func, args, kwargs)
-    kept = cut.index(True)  # the dimension of that operand which the result has, too
+    kept = cut.index(True)  # this dimension of that operand is one of the result too
     tensor, other = operands[kept], operands[1 - kept]
     if (tensor.tp_layout.dim, tensor.tp_layout.dim_y) != (kept, None):
         _refuse(func, args, kwargs)
@@ -371,7 +368,7 @@ def _product(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _copied(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """p.copy_(other): of a whole tensor this rank takes its shard."""
+    """p.copy_(other): takes this rank's shard of a full tensor."""
     target, source = args[0], args[1] if len(args) > 1 else kwargs["src"]
     if isinstance(target, CutTensor) and not isinstance(source, CutTensor):
         layout = target.tp_layout
@@ -395,7 +392,7 @@ def _set_item(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _initialised(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """torch.nn.init: on the whole, of which each rank takes its shard."""
+    """torch.nn.init: initialises the full tensor, of which each rank takes its shard."""
     (tensor, *rest), kwargs = (args, kwargs) if args else ((kwargs["tensor"],), kwargs)
     others = {name: value for name, value in kwargs.items() if name != "tensor"}
     with torch.no_grad():
@@ -404,7 +401,7 @@ def _initialised(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _random_like(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """rand_like, randn_like: of a whole tensor."""
+    """rand_like, randn_like: draws the full tensor, of which each rank takes its shard."""
     like = _first_cut(args)
     return _cut(_whole_drawn(like, lambda whole: func(whole, *args[1:], **kwargs)), like)
 
@@ -420,19 +417,19 @@ def _whole_drawn(tensor: CutTensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
 
 def _refuse_draw(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     raise RuntimeError(
-        f"{_name(func)} was asked of a tensor of {_words(_first_cut((args, kwargs)))}: each rank would draw "
-        "for itself, and torch.nn.init's rules that count a weight's features (xavier) would count those of "
-        "the shard. Use torch.nn.init.normal_, uniform_ or kaiming_uniform_, which draw for the whole; the "
-        "layer's reset_parameters(); or copy_() a whole tensor into it."
+        f"{_name(func)} was called on a tensor of {_words(_first_cut((args, kwargs)))}: each rank would draw "
+        "its own numbers, and torch.nn.init's rules that count a weight's features (xavier) would count "
+        "those of the shard. Use torch.nn.init.normal_, uniform_ or kaiming_uniform_, which draw the full "
+        "tensor; the layer's reset_parameters(); or copy_() a full tensor into it."
     )
 
 
-# -- numbers of the whole
+# -- numbers of the full tensor
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of every rank's number; what each rank goes on to compute is the same on all, so the gradient
-    comes back as it is."""
+    """Sums one number over ranks. All ranks compute the same from the sum, so its gradient is passed on as it
+    is."""
 
     @staticmethod
     def forward(ctx, local: Tensor, group: str) -> Tensor:
@@ -455,7 +452,7 @@ def _count(tensor: CutTensor) -> int:
 
 
 def _whole_number(func: Any, args: tuple, kwargs: dict[str, Any], given: str = "dim") -> CutTensor:
-    """The tensor, of which one number was asked; refuses numbers along dimensions."""
+    """Returns the tensor to reduce to one number; refuses reductions along dimensions."""
     tensor = args[0] if args else kwargs.get("input", kwargs.get("self"))
     along = kwargs.get(given, kwargs.get("axis", args[1] if len(args) > 1 else None))
     if not isinstance(tensor, CutTensor) or along not in (None, ()) or kwargs.get("keepdim"):
@@ -474,7 +471,7 @@ def _mean(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _loss(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """torch.nn.functional.mse_loss and the like, of penalties."""
+    """torch.nn.functional.mse_loss and similar losses, as used for penalties."""
     reduction = kwargs.get("reduction", "mean")
     each = _element_by_element(func, args, {**kwargs, "reduction": "none"})
     if reduction == "none":
@@ -484,7 +481,7 @@ def _loss(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _same_shape(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """p.view(p.shape), p.reshape(...): of another shape it is refused."""
+    """p.view(p.shape), p.reshape(p.shape): refuses any other shape."""
     tensor, *given = args
     shape = given[0] if len(given) == 1 and not isinstance(given[0], int) else tuple(given)
     if not isinstance(tensor, CutTensor) or kwargs or shape != tuple(tensor.shape):
@@ -505,7 +502,7 @@ def _variance(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
 
 
 class _ExtremeOverRanks(torch.autograd.Function):
-    """The greatest or the least of every rank's number; ranks that all have it share the gradient."""
+    """Takes the greatest or least of the ranks' numbers. Ranks that have it share the gradient equally."""
 
     @staticmethod
     def forward(ctx, local: Tensor, group: str, combine: Callable[[Tensor], Tensor]) -> Tensor:
@@ -566,8 +563,8 @@ def _norm(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _of_all_ranks(norms: list[Tensor], tensors: Sequence[Tensor], order: float) -> list[Tensor]:
-    """`norms` of this rank's shards, made those of all ranks' shards where the tensor is one. One gather for
-    each group."""
+    """Replaces `norms` of this rank's shards by those of the full tensors, in place. Norms of plain tensors
+    stay. One gather for each group."""
     for groups, places in _places(tensors).items():
         whole = torch.stack([norms[i].reshape(()) for i in places]).double()
         for group in groups:
@@ -578,7 +575,7 @@ def _of_all_ranks(norms: list[Tensor], tensors: Sequence[Tensor], order: float) 
 
 
 def _combined(norms: Tensor, order: float) -> Tensor:
-    """Norms of vectors [n] out of those of their parts [P, n]."""
+    """Combines the norms [P, n] of the parts of n vectors into their norms [n]."""
     if order == float("inf"):
         return norms.amax(0)
     if order == -float("inf"):
@@ -587,7 +584,7 @@ def _combined(norms: Tensor, order: float) -> Tensor:
 
 
 def _unscale(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """torch._amp_foreach_non_finite_check_and_unscale_: what one rank found, all have found."""
+    """torch._amp_foreach_non_finite_check_and_unscale_: an inf found by one rank counts on all ranks."""
     gradients, found_inf, _ = args
     func(*args, **kwargs)
     for group in dict.fromkeys(group for groups in _places(gradients) for group in groups):
@@ -595,7 +592,7 @@ def _unscale(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def _places(tensors: Sequence[Tensor]) -> dict[tuple[str, ...], list[int]]:
-    """By the groups that they are cut over, where the cut ones stand."""
+    """Returns {groups over which tensors are cut: indices of these tensors}."""
     places: dict[tuple[str, ...], list[int]] = {}
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, CutTensor):
@@ -617,14 +614,14 @@ def _gradients(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 # fmt: off
 _ELEMENTS = {"__contains__", "__getitem__", "__setitem__", "__iter__", "__reversed__"}
 _ELEMENTS |= {"__rmatmul__", "__imatmul__", "__divmod__", "__rdivmod__"}
-"""What Python's operators do with some of the elements."""
+"""Operators of Python on single elements."""
 SHAPES_ALONE = frozenset({
     "__hash__", "__len__", "size", "dim", "ndimension", "numel", "nelement", "element_size",
     "storage_offset", "stride", "is_contiguous", "untyped_storage", "data_ptr", "requires_grad_",
     "register_hook", "register_post_accumulate_grad_hook", "is_floating_point", "is_complex",
     "get_device", "is_shared", "is_pinned",
 })
-"""Names of functions of torch that ask a tensor for its shape, or autograd for what it knows of it."""
+"""Names of torch functions that read only a tensor's shape and storage, or its autograd state."""
 LIKE = frozenset({"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"})
 _RULES: dict[str, Rule] = {
     **dict.fromkeys((
@@ -668,7 +665,7 @@ _RULES: dict[str, Rule] = {
 }
 # fmt: on
 
-# As torch.distributed.tensor does for DTensors: torch's optimizers and clip_grad_norm_ take lists of cut
-# tensors where they take lists of plain ones, and the norms of a list are one exchange between the ranks.
+# torch's optimizers and clip_grad_norm_ then take lists of cut tensors, and the norms of a list are one
+# exchange between ranks. torch.distributed.tensor does the same for DTensors.
 for _supported in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
     _supported += [each for each in (CutTensor, CutParameter) if each not in _supported]

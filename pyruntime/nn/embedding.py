@@ -16,17 +16,17 @@ from pyruntime.nn.tiers import OpUse
 
 
 class VocabParallelEmbedding(ParallelModule):
-    """nn.Embedding with rank r holding the rows [vocab_start, vocab_end) of the table, W_r [V/P, D].
+    """An nn.Embedding of which rank r holds the rows [vocab_start, vocab_end) of the table, W_r [V/P, D].
 
-    Every rank looks up the ids it holds and writes zeros for the others; the sum over ranks is the embedding.
-    Input: ids, int64, the same on every rank, [T] or [B, S]. Result: this rank's tokens [..., rows_r, ...,
-    D], cut along `dim` of ids as torch.tensor_split cuts them (sequence_parallel: reduce-scatter), or all of
-    them (all-reduce). State dict: "weight", DTensor with Shard(0). With a group of two axes rank (r, s) holds
-    [V/X, D/Y], and the result has this rank's features of D, cut over y.
+    A rank looks up the ids that it holds and writes zeros for the others; the sum over ranks is the
+    embedding. Input: ids, int64, the same on every rank, [T] or [B, S]. Result: this rank's tokens [...,
+    rows_r, ..., D], cut along `dim` of ids as torch.tensor_split cuts (sequence_parallel: reduce-scatter), or
+    all tokens (all-reduce). State dict: "weight", DTensor with Shard(0). With a group of two axes, rank (r,
+    s) holds [V/X, D/Y], and the result has this rank's features of D, cut over y.
 
-    padding_idx: as in nn.Embedding, its row gets no gradient. hook: see ParallelModule.
-    Raises ValueError where the group leaves a rank without rows; IndexError for an id outside [0, V) on CPU.
-    """
+    padding_idx: as in nn.Embedding, its row gets no gradient. hook: see ParallelModule. Raises ValueError
+    where the group leaves a rank without rows, and IndexError for an id outside [0, V) on CPU; elsewhere the
+    device asserts it."""
 
     def __init__(
         self,
@@ -51,15 +51,15 @@ class VocabParallelEmbedding(ParallelModule):
         table = [Part("weight", (num_embeddings, embedding_dim))]
         self.add_parameter("weight", 0, table, dtype, device, dim_y=1)
         layout = self._layouts["weight"]
-        self.vocab_start, self.vocab_end = layout.bounds(layout.parts[0])
+        self.vocab_start, self.vocab_end = layout.ranges(layout.parts[0])[0][0]
         self._local_padding_idx = None
         if padding_idx is not None and self.vocab_start <= padding_idx < self.vocab_end:
             self._local_padding_idx = padding_idx - self.vocab_start
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """nn.Embedding's initialisation, N(0, 1) with a zero padding row, of which this rank keeps its shard;
-        the same table for every tp, provided that all ranks are seeded alike."""
+        """Draws the full table as nn.Embedding does, N(0, 1) with a zero padding row, and keeps this rank's
+        shard. The table is the same for every tp, provided that all ranks have the same seed."""
         if self.weight.is_meta:
             return
         full = torch.empty(
@@ -71,12 +71,12 @@ class VocabParallelEmbedding(ParallelModule):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, group: Group | TensorGroup | None, **options) -> Self:
-        """The same function as `embedding`, which every rank holds whole; `options` as in the constructor."""
+        """Builds the parallel form of `embedding`, whole on every rank. options: as in the constructor."""
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, option):
                 raise ValueError(
                     f"nn.Embedding has {option}={getattr(embedding, option)}, which a vocabulary-parallel "
-                    "embedding does not know; leave it out of the plan or build it without."
+                    f"embedding does not support; build it without {option}, or leave it out of the plan."
                 )
         options = {"dtype": embedding.weight.dtype, "padding_idx": embedding.padding_idx, **options}
         new = cls(embedding.num_embeddings, embedding.embedding_dim, group=group, device="meta", **options)
@@ -96,8 +96,12 @@ class VocabParallelEmbedding(ParallelModule):
         cut_rows: whether a rank keeps only its own rows of the sum, for explain()."""
         if not is_compiling():
             self.__dict__.update(last_rows=ids.numel(), last_cut_rows=cut_rows)
-            if ids.device.type == "cpu":  # on other devices reading them would wait for the device
-                _check_ids(ids, self.num_embeddings, self.label or type(self).__name__)
+            name = self.label or type(self).__name__
+            if ids.device.type == "cpu":
+                _check_ids(ids, self.num_embeddings, name)
+            elif self.group.size > 1:  # no rank has such a row; F.embedding alone would assert it
+                is_inside = ((ids >= 0) & (ids < self.num_embeddings)).all()
+                torch._assert_async(is_inside, f"{name}: an id is outside [0, {self.num_embeddings}).")
         if self.group.size == 1:
             return F.embedding(ids, self.weight, self._local_padding_idx)
         local = ids - self.vocab_start

@@ -1,5 +1,4 @@
-"""Gathering what is cut over the ranks: features, for readers that are replicated, and parameters. And the
-reverse: this rank's features of what is whole."""
+"""Gathers features and parameters that are cut over ranks, and cuts whole features into this rank's."""
 
 from __future__ import annotations
 
@@ -10,72 +9,56 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pyruntime import ops
-from pyruntime.nn.packed import in_order, ranges_of
-from pyruntime.nn.parameters import TensorGroup, shard_bounds
+from pyruntime.nn.parameters import TensorGroup, in_order, own_of, ranges_of, shard_bounds
 
 
 def gather_features(
     y_shard: Tensor,
     group: TensorGroup,
-    features: int,
-    packed: tuple[int, ...] = (),
-    *,
+    *sizes: int,
     as_read: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """y_shard [..., N_r], rank r's features of the same rows -> y [..., N], the same on every rank. packed:
-    sizes of the parts of N that are cut by themselves. as_read: makes y of its shape, of a tensor with its
-    dtype and device, and of what gathers its elements; None: they are gathered at once.
+    """Gathers y_shard [..., N_r], rank r's features of the same rows, into y [..., N] on every rank.
 
-    Whatever reads y is replicated, so its gradient is already whole on every rank and the backward keeps this
+    sizes: N, or the sizes of its parts where each is cut by itself. as_read(shape, like, gather): makes a y
+    that calls gather() when it is read (like: a tensor of y's dtype and device); None: gather at once.
+
+    Every rank computes the same from y, so its gradient is whole on every rank, and the backward takes this
     rank's features of it without communication (the backward of all_gather would sum P copies)."""
     if group.size == 1:
         return y_shard
-    return _GatherFeatures.apply(y_shard, group.name, group.size, group.rank, features, packed, as_read)
+    return _GatherFeatures.apply(y_shard, group.name, group.size, group.rank, sizes, as_read)
 
 
 def split_features(x: Tensor, group: TensorGroup, features: int) -> Tensor:
-    """x [..., N], the same on every rank -> x_shard [..., N_r], rank r's features.
+    """Takes x_shard [..., N_r], rank r's features, of x [..., N], which is the same on every rank.
 
-    Every rank's gradient is of its own features alone, so the backward gathers them."""
+    A rank has only the gradient of its own features, so the backward gathers the gradients."""
     if group.size == 1:
         return x
     return _SplitFeatures.apply(x, group.name, group.size, group.rank, features)
 
 
 @torch.no_grad()
-def gather_shard(
-    local: Tensor, group: TensorGroup, dim: int, total: int, packed: tuple[int, ...] = ()
-) -> Tensor:
-    """The whole of a tensor that is `total` along `dim`, cut as parameters are, on every rank. All ranks of
-    the group must call this; no gradient."""
-    if group.size == 1:
-        return local
-    whole = _gather(local, group.name, group.size, dim, total)
-    return in_order(whole, dim, group.size, packed) if packed else whole
-
-
-def gather_whole(
-    local: Tensor,
-    cuts: Iterable[tuple[TensorGroup, int | None]],
-    shape: Sequence[int],
-    packed: tuple[int, ...] = (),
-) -> Tensor:
-    """The same of a tensor of `shape` that is cut over several axes, each along its dimension (None: over
-    that axis it is not cut). packed: of one axis alone."""
-    for axis, dim in cuts:
-        if dim is not None:
-            local = gather_shard(local, axis, dim, shape[dim], packed)
+def gather_whole(local: Tensor, cuts: Iterable[tuple[TensorGroup, int, Sequence[int]]]) -> Tensor:
+    """Gathers, on every rank, the full tensor of a shard. cuts: as `Cut.cuts_of` returns them. All ranks of
+    the groups must call this; no gradient."""
+    for axis, dim, sizes in cuts:
+        if axis.size > 1:
+            local = _gather(local, axis.name, axis.size, dim, sizes)
     return local
 
 
-def _gather(local: Tensor, name: str, size: int, dim: int, total: int) -> Tensor:
-    chunk = -(-total // size)  # every rank's share but that of the last ones, see parameters.py
+def _gather(local: Tensor, name: str, size: int, dim: int, sizes: Sequence[int]) -> Tensor:
+    total = sum(sizes)
+    chunk = -(-total // size)  # the last ranks may hold less, see parameters.py
     missing = chunk - local.shape[dim]
-    if missing:  # all send equal shares; the padding of the last ones ends up behind the whole tensor
+    if missing:  # all ranks send equal shares; the last ranks' padding ends up behind the full tensor
         local = pad(local, [0, 0] * (local.dim() - 1 - dim) + [0, missing])
-    # all_gather joins rows, which come before a last dimension: here one that is one wide.
+    # all_gather joins rows and keeps the last dimension, so a last dimension of size 1 is added.
     gathered = ops.all_gather(local.unsqueeze(-1), name, dim=dim, rows=chunk * size)
-    return gathered.squeeze(-1).narrow(dim, 0, total)
+    gathered = gathered.squeeze(-1).narrow(dim, 0, total)
+    return in_order(gathered, dim, size, sizes) if len(sizes) > 1 else gathered
 
 
 class _GatherFeatures(torch.autograd.Function):
@@ -86,27 +69,21 @@ class _GatherFeatures(torch.autograd.Function):
         name: str,
         size: int,
         rank: int,
-        features: int,
-        packed: tuple[int, ...],
+        sizes: tuple[int, ...],
         as_read: Callable[..., Tensor] | None,
     ) -> Tensor:
-        ctx.ranges = (
-            ranges_of(packed, size, rank, "features") if packed else [shard_bounds(features, size, rank)]
-        )
+        ctx.ranges = ranges_of(sizes, size, rank)
         own = y_shard.detach()
 
         def gathered() -> Tensor:
-            y = _gather(own, name, size, own.dim() - 1, features)
-            # No view of what was gathered: autograd lets nobody write to a view that was made in here.
-            return in_order(y, -1, size, packed) if packed else y.data
+            # .data, no view: autograd forbids in-place writes to a view that was made in this function.
+            return _gather(own, name, size, own.dim() - 1, sizes).data
 
-        return gathered() if as_read is None else as_read((*own.shape[:-1], features), own, gathered)
+        return gathered() if as_read is None else as_read((*own.shape[:-1], sum(sizes)), own, gathered)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        own = [grad[..., start:stop] for start, stop in ctx.ranges]
-        dy = torch.cat(own, -1) if len(own) > 1 else own[0].contiguous()
-        return dy, None, None, None, None, None, None
+        return own_of(grad, -1, ctx.ranges).contiguous(), None, None, None, None, None
 
 
 class _SplitFeatures(torch.autograd.Function):
@@ -119,4 +96,4 @@ class _SplitFeatures(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         name, size, features = ctx.group
-        return _gather(grad.contiguous(), name, size, grad.dim() - 1, features), None, None, None, None
+        return _gather(grad.contiguous(), name, size, grad.dim() - 1, (features,)), None, None, None, None

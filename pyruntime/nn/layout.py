@@ -1,5 +1,5 @@
-"""What a rank holds of full tensors: as DTensors, those of packed linears too, whose placement torch does not
-know, and out of whatever state dicts hold."""
+"""Converts between a rank's shards and the tensors of state dicts. Shards become DTensors; those of packed
+linears become a subclass, because torch has no placement for them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map_only
 
-from pyruntime.nn.packed import in_order
-from pyruntime.nn.parameters import Cut, Part
+from pyruntime.nn.parameters import Cut, Part, in_order, own_of
 
 aten = torch.ops.aten
 _SAME_ROWS = {
     *(aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default),
     *(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default),
 }
-"""What gives a tensor that is cut in the same way."""
+"""Operators whose result is cut as their input is."""
 
 
 def dtensor(
     shard: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
-    """A DTensor of `shape` over the storage of this rank's `shard`; no communication."""
+    """Makes a DTensor of `shape` over the storage of this rank's `shard`; no communication."""
     return DTensor.from_local(
         shard,
         mesh,
@@ -44,11 +43,11 @@ def dtensor(
 class PackedDTensor(DTensor):
     """A tensor [.., sum of n_i, ..] of which this rank holds [part0_r | part1_r | ..].
 
-    No placement of torch's says so, so its own says "Shard" and is never acted on: a checkpoint
-    (torch.distributed.checkpoint) writes and reads each part's piece where it belongs in the whole, without
-    communication; `full_tensor()` and `redistribute()` put the whole in order; an operator computes of the
-    whole, for which every rank must call it. Writing into it is refused. With `shard_mesh` the rank holds
-    some rows of its parts alone, as Shard(0) over that mesh cuts them (ZeRO)."""
+    No placement of torch describes that. Its own says "Shard", but nothing relies on it: a checkpoint
+    (torch.distributed.checkpoint) writes and reads each part's shard at its place in the full tensor, without
+    communication; `full_tensor()` and `redistribute()` put the parts in order; an operator runs on the full
+    tensor, so every rank must call it. Writing into it is refused. With `shard_mesh` the rank holds only some
+    rows of its parts, as Shard(0) over that mesh cuts them (ZeRO)."""
 
     tp_layout: Cut
     part: Part
@@ -64,20 +63,20 @@ class PackedDTensor(DTensor):
         placements: Sequence[Placement],
         shard_mesh: DeviceMesh | None = None,
     ) -> PackedDTensor:
-        """mesh, placements: as they would be were the parts one."""
+        """mesh, placements: as for a tensor that is cut as one."""
         spec = dtensor(local.detach(), mesh, placements, part.shape)._spec
         made = cls(local, spec, requires_grad=local.requires_grad)
         made.tp_layout, made.part, made.shard_mesh = layout, part, shard_mesh
         return made
 
     def like(self, local: Tensor) -> PackedDTensor:
-        """Another tensor that is cut in the same way."""
+        """Wraps the shard of another tensor that is cut in the same way."""
         return PackedDTensor.of(
             local, self.tp_layout, self.part, self.device_mesh, self.placements, self.shard_mesh
         )
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The whole, on every rank, all of which must call it; no gradient."""
+        """Gathers the full tensor on every rank. All ranks must call it; no gradient."""
         layout, local = self.tp_layout, self._local_tensor.detach()
         assert layout.dim is not None
         if self.shard_mesh is not None:
@@ -89,30 +88,30 @@ class PackedDTensor(DTensor):
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **_: Any
     ) -> DTensor:
-        """An ordinary DTensor of the whole; no gradient."""
+        """Returns an ordinary DTensor of the full tensor; no gradient."""
         mesh = device_mesh or self.device_mesh
         whole = DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
         return whole.redistribute(placements=placements)
 
     def _pieces(self) -> Iterator[tuple[torch.Size, Tensor]]:
-        """(where it begins in the whole, this rank's memory of it) of every part."""
+        """Yields, for every part, (its offsets in the full tensor, this rank's memory of it)."""
         dim, local, rows = self.tp_layout.dim, self._local_tensor.detach(), 0
         assert dim is not None
         if self.shard_mesh is not None:
             shape = torch.Size(self.tp_layout.local_shape())
             rows = compute_local_shape_and_global_offset(shape, self.shard_mesh, [Shard(0)])[1][0]
-        held = rows if dim == 0 else 0  # which of the tensor-parallel rank's features begin here
+        held = rows if dim == 0 else 0  # the first feature of the tensor-parallel rank's that is held here
         offsets = [0] * local.dim()
         offsets[0] = rows
         at = 0
-        for start, stop in self.tp_layout.ranges(self.part):
+        for start, stop in self.tp_layout.ranges(self.part)[dim]:
             low, high = max(at, held), min(at + stop - start, held + local.shape[dim])
             if low < high:
                 offsets[dim] = start + low - at
                 yield torch.Size(offsets), local.narrow(dim, low - held, high - low)
             at += stop - start
 
-    # -- as torch.distributed.checkpoint asks
+    # -- the interface of torch.distributed.checkpoint
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
         return [
@@ -144,8 +143,8 @@ class PackedDTensor(DTensor):
             return args[0].like(func(args[0]._local_tensor, *args[1:], **kwargs))
         if func._schema.is_mutable and isinstance(args[0], PackedDTensor):
             raise ValueError(
-                f"{func} would write into {args[0].part.key} of a state dict, of which a rank holds the "
-                f"shards of parts {list(args[0].part.packed)}; use load_state_dict(), or the parameter."
+                f"{func} would write into {args[0].part.key} of a state dict, which is cut by the parts "
+                f"{list(args[0].part.packed)}; use load_state_dict(), or write into the parameter."
             )
         args, kwargs = tree_map_only(PackedDTensor, PackedDTensor.full_tensor, (args, kwargs))
         return func(*args, **kwargs)
@@ -153,30 +152,28 @@ class PackedDTensor(DTensor):
 
 @dataclass(frozen=True)
 class Layout(Cut):
-    """A `Cut` that turns tensors of state dicts into this rank's, and the other way round."""
+    """A `Cut` that converts tensors of state dicts into this rank's shards, and back."""
 
     def to_dtensors(self, local: Tensor) -> dict[str, Tensor]:
-        """A DTensor per part over the storage of `local`, a plain tensor: the parameter's or anything of its
-        shape (a gradient, a moment of the optimizer). No communication. Without a group they are plain."""
+        """Returns a DTensor for each part, {key: DTensor}, over the storage of `local`. local: a plain tensor
+        of the parameter's shape (its value, a gradient, a moment). No communication. Without a group the
+        results are plain tensors."""
         shards = dict(zip(self.parts, self.split(local), strict=True))
         if not self.group.name:
             return {part.key: shard for part, shard in shards.items()}
         return {part.key: self.to_dtensor(part, shard) for part, shard in shards.items()}
 
     def to_dtensor(self, part: Part, shard: Tensor) -> DTensor:
-        """The DTensor of one part over the storage of this rank's shard."""
+        """Makes the DTensor of one part over the storage of this rank's shard."""
         mesh = self.group.mesh(shard.device.type)
         if part.packed:
             return PackedDTensor.of(shard, self, part, mesh, self.placements)
         return dtensor(shard, mesh, self.placements, part.shape)
 
     def local_part(self, part: Part, value: Tensor) -> Tensor:
-        """This rank's shard of `part` out of a DTensor (any placement, any mesh that holds this rank), a full
-        tensor, or a plain tensor that is this rank's shard already. May communicate for a DTensor placed
-        otherwise.
-
-        Raises ValueError where the shape is none of these.
-        """
+        """Returns this rank's shard of `part`, taken from a DTensor (any placement, any mesh that holds this
+        rank), a full tensor, or a plain tensor that is already the shard. Communicates for a DTensor that is
+        placed differently. Raises ValueError for any other shape."""
         local_shape = self.local_shape_of(part)
         if isinstance(value, DTensor):
             if isinstance(value, PackedDTensor) or part.packed:
@@ -186,22 +183,19 @@ class Layout(Cut):
                 return value.redistribute(mesh, self.placements).to_local()
             value = value.full_tensor()
         if tuple(value.shape) == part.shape:
-            for dim, start, stop in self.places(part):
-                value = value.narrow(dim, start, stop - start)
-            if not part.packed or self.dim is None:
-                return value
-            held = [value.narrow(self.dim, start, stop - start) for start, stop in self.ranges(part)]
-            return torch.cat(held, self.dim)
+            for dim, ranges in self.ranges(part).items():
+                value = own_of(value, dim, ranges)
+            return value
         if tuple(value.shape) == local_shape:
             return value
         raise ValueError(
             f"{part.key} has full shape {list(part.shape)} and shard {list(local_shape)} on this "
-            f"process, group {self.group}; but the tensor to load has shape {list(value.shape)}; "
+            f"process, group {self.group}, but the tensor to load has shape {list(value.shape)}; "
             "pass a DTensor, the full tensor or this rank's shard."
         )
 
     def _packed_part(self, part: Part, value: DTensor) -> Tensor:
-        """Of a DTensor, where it or the part is packed."""
+        """Does the same for a DTensor, where it or the part is packed."""
         if isinstance(value, PackedDTensor) and value.shard_mesh is None:
             theirs = value.tp_layout
             if (value.part, theirs.dim, theirs.group.name) == (part, self.dim, self.group.name):
@@ -209,6 +203,6 @@ class Layout(Cut):
         return self.local_part(part, value.full_tensor())
 
     def gather_parts(self, source: Mapping[str, Tensor]) -> Tensor:
-        """The local tensor, made of `source[part.key]` for every part."""
+        """Builds the local tensor from `source[part.key]` of every part."""
         shards = [self.local_part(part, source[part.key]) for part in self.parts]
         return shards[0] if len(shards) == 1 else torch.cat(shards, dim=self.dim or 0)

@@ -1,7 +1,6 @@
-"""Linear layers cut over a tensor-parallel group.
+"""Linear layers whose weights are cut over a tensor-parallel group.
 
-With P ranks, x [M, K], W [N, K] as in nn.Linear, and rank r holding rows x_r of x (sequence parallel) or all
-of x:
+x is [M, K] and W [N, K], as in nn.Linear. Rank r of P holds rows x_r of x (sequence parallel) or all of x:
 
     column, W_r [N/P, K]
         sequence parallel   y_r [M, N/P] = gather(x) @ W_r^T            all_gather_matmul
@@ -11,24 +10,23 @@ of x:
         replicated y        y   [M, N]   = sum_r x_r @ W_r^T            matmul_all_reduce
 
 A column layer followed by a row layer is a whole MLP or attention block with one communication at each end.
-Features are cut as DTensor cuts them (parameters.py), rows as torch.tensor_split cuts them; P need divide
-neither.
+Features are cut as DTensor cuts them (parameters.py), rows as torch.tensor_split does; P need divide neither.
 
-A group of two axes, x and y, cuts the residual stream's features over y, and W both ways (AxoNN, arXiv
-2305.13525, algorithm 1). With X x Y ranks, of which rank (r, s) holds features s of its x:
+With a group of two axes, x and y, the residual stream's features are cut over y, and W both ways (AxoNN,
+arXiv 2305.13525, algorithm 1). Rank (r, s) of X x Y ranks holds features s of its x:
 
     column, W_rs [N/X, K/Y]    y_r [M, N/X]     = sum over s of gather_x(x_s) @ W_rs^T
     row, W_sr [N/Y, K/X]       y_s [M/X, N/Y]   = scatter_x(sum over r of x_r @ W_sr^T)
 
 A column layer's result and a row layer's input are the same for every s. So a row layer's dX is summed over
-y, and that of a column layer over x, as without y. The primitives take both groups: rows come over x while
-those before them are multiplied and their sums travel over y."""
+y, and a column layer's dX over x, as without y. The primitives take both groups: while rows arrive over x,
+the rows before them are multiplied, and sums of earlier rows travel over y."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +42,7 @@ from pyruntime.ops import primitives
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is a Conv1D of transformers (GPT-2): a linear with a weight [in_features, out_features]."""
+    """Whether the module is transformers' Conv1D (GPT-2), whose weight is [in_features, out_features]."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
@@ -56,28 +54,29 @@ def features_of(linear: nn.Module) -> tuple[int, int]:
 
 
 class ParallelLinear(ParallelModule):
-    """What column and row linears share. `parts` are the nn.Linears whose function it computes: {key prefix:
-    out_features}.
+    """The base of column and row linears. out_features: those of the nn.Linear that it stands for, or {name:
+    out_features} of several nn.Linears that read the same x.
 
-    Options: sequence_parallel (True); dim (0): along which rows are cut, under sequence_parallel; tier:
-    "auto" (tuned, else chunked), "unfused", "chunked" or "fused"; wire ("same"): what rows that the ranks
-    gather (x of a column linear, dy of a row linear) are rounded to, "bf16" or "fp8", with which all ranks
-    compute (docs/how-to/slow-network.md); strict (False): raise where a slower tier would run; transposed
-    (False): weights are kept as [in_features, out_features], as transformers' Conv1D has them; packed (()):
-    sizes of what the out_features of a column linear are one after the other (q, k and v), each of which is
-    cut by itself, so that a rank's are [part0_r | part1_r | ..]; dtype; device; hook (None): see
-    ParallelModule. Raises ValueError for packed over two axes, and for a wire where no rows are gathered.
+    Options: sequence_parallel (True); dim (0): the dimension along which rows are cut under
+    sequence_parallel; tier: "auto" (tuned, else chunked), "unfused", "chunked" or "fused"; wire ("same"):
+    "bf16" or "fp8" rounds the gathered rows (x of a column linear, dy of a row linear), and all ranks compute
+    with the rounded rows (docs/how-to/slow-network.md); strict (False): raise where a slower tier would run;
+    transposed (False): store weights as [in_features, out_features], as transformers' Conv1D does; packed
+    (()): sizes of the parts (q, k and v) that make up the out_features of a column linear, each cut by
+    itself, so that a rank holds [part0_r | part1_r | ..]; dtype; device; hook (None): see ParallelModule.
+    Raises ValueError for packed over two axes, and for a wire where no rows are gathered.
 
-    Initialised as nn.Linear initialises the full weights, of which each rank keeps its shard: the model is
-    the same for every tp, provided that all ranks are seeded alike."""
+    Initialisation draws the full weights as nn.Linear does, and each rank keeps its shard: the model is the
+    same for every tp, provided that all ranks have the same seed."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    out_features: Any  # int, or dict[str, int]
 
     def __init__(
         self,
         in_features: int,
-        parts: Mapping[str, int],
+        out_features: int | Mapping[str, int],
         bias: bool,
         *,
         cut: tuple[int, int | None],
@@ -95,6 +94,15 @@ class ParallelLinear(ParallelModule):
     ):
         super().__init__(group, hook)
         self.in_features = in_features
+        if isinstance(out_features, Mapping):
+            self.out_features = dict(out_features)
+            parts = {f"{name}.": size for name, size in out_features.items()}
+        else:
+            self.out_features, parts = out_features, {"": out_features}
+        if not parts:
+            raise ValueError(
+                "A merged column linear needs at least one part, such as {'q': 64, 'k': 64, 'v': 64}."
+            )
         self.packed = tuple(packed) if self.group.size > 1 else ()
         self.transposed = transposed
         self.sequence_parallel = sequence_parallel
@@ -105,22 +113,26 @@ class ParallelLinear(ParallelModule):
         self._accepted_rows: set[int] = set()
         self.last_cut_rows, self.last_features = sequence_parallel, 0
         self._alone = not self.group.name  # group=None: there is no process group to name
-        # The group over which the features of the stream are cut.
+        # The group over which the residual stream's features are cut.
         self._sums = "" if self.group.y is None else self.group.y.name
-        self._parts = dict(parts)
+        # Sizes of the parts of the out_features; each part is cut by itself.
+        self.sizes = self.packed or tuple(parts.values())
         weight_cut, bias_cut = cut
         if self.packed and [sum(self.packed)] != list(parts.values()):
             raise ValueError(
-                f"The parts {list(self.packed)} have {sum(self.packed)} features together, and the linear "
-                f"has out_features={list(parts.values())}; name all of its parts, in its order."
+                f"The parts {list(self.packed)} have {sum(self.packed)} features together, but the linear "
+                f"has out_features={list(parts.values())}; name all of its parts, in order."
             )
         if self.packed and self.group.y is not None:
             raise ValueError(
-                f"A linear of the parts {list(self.packed)} holds several linears, which are cut by their "
-                "parts over one axis alone; use a mesh of one dimension."
+                f"A linear of the parts {list(self.packed)} is cut part by part, which works over one axis "
+                "only; use a mesh of one dimension."
             )
         weight_cut = 1 - weight_cut if transposed else weight_cut
-        weights = [Part(f"{prefix}weight", self._shape(size), self.packed) for prefix, size in parts.items()]
+        weights = [
+            Part(f"{prefix}weight", (in_features, n) if transposed else (n, in_features), self.packed)
+            for prefix, n in parts.items()
+        ]
         self.add_parameter("weight", weight_cut, weights, dtype, device, dim_y=1 - weight_cut)
         if bias:
             biases = [Part(f"{prefix}bias", (size,), self.packed) for prefix, size in parts.items()]
@@ -132,8 +144,14 @@ class ParallelLinear(ParallelModule):
         self.reset_parameters()
 
     @classmethod
+    def from_linear(cls, linear: nn.Linear, group: Group | TensorGroup | None, **options) -> Self:
+        """Builds the parallel form of `linear`, an nn.Linear or transformers' Conv1D that every rank holds
+        whole. options: as in the constructor."""
+        return cls._of_whole(features_of(linear)[1], {"": linear}, group, options)
+
+    @classmethod
     def _of_whole(cls, out_features, parts: Mapping[str, nn.Linear], group, options: dict) -> Self:
-        """Of linears that every rank holds whole and that are alike but for their out_features."""
+        """Takes linears that every rank holds whole. They differ only in their out_features."""
         first = next(iter(parts.values()))
         options = {"dtype": first.weight.dtype, **options, "group": group, "device": "meta"}
         options["transposed"] = is_transposed(first)
@@ -150,14 +168,9 @@ class ParallelLinear(ParallelModule):
             raise ValueError(f"{asked} without sequence_parallel no rows are gathered; leave it out.")
         return wire
 
-    def _shape(self, out_features: int) -> tuple[int, int]:
-        """Of a whole weight."""
-        shape = (out_features, self.in_features)
-        return shape[::-1] if self.transposed else shape
-
     @property
     def matrix(self) -> Tensor:
-        """This rank's weight as [out_features, in_features], whichever way it is kept."""
+        """This rank's weight as [out_features, in_features], also where it is stored transposed."""
         if not self.transposed:
             return self.weight
         with as_plain():
@@ -168,15 +181,12 @@ class ParallelLinear(ParallelModule):
             return
         like = {"dtype": self.weight.dtype, "device": self.weight.device}
         bound = 1 / math.sqrt(self.in_features)
-        full = {}
-        for prefix, size in self._parts.items():
-            full[f"{prefix}weight"] = torch.empty(self._shape(size), **like).uniform_(-bound, bound)
-            if self.bias is not None:
-                full[f"{prefix}bias"] = torch.empty(size, **like).uniform_(-bound, bound)
-        self.load_full(full)
+        of_linears = zip(*(layout.parts for layout in self._layouts.values()), strict=True)
+        every = (part for parts in of_linears for part in parts)  # weight, bias, weight, bias, ...
+        self.load_full({p.key: torch.empty(p.shape, **like).uniform_(-bound, bound) for p in every})
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x, weight and bias in the dtype in which torch.autocast, where it is on, runs an nn.Linear."""
+        """Returns x, weight and bias, cast to autocast's dtype where torch.autocast is on."""
         weight, bias = self.matrix, self.bias
         device = x.device.type
         if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
@@ -186,12 +196,12 @@ class ParallelLinear(ParallelModule):
 
     def op_uses(self) -> list[OpUse]:
         """The primitives that one forward and one backward of this layer run."""
-        # Abstract: nn.Module and abc.ABC do not mix; column and row linears answer.
-        raise NotImplementedError(f"{type(self).__name__} does not say which primitives it runs.")
+        # Abstract: nn.Module and abc.ABC do not mix.
+        raise NotImplementedError(f"{type(self).__name__} does not define op_uses().")
 
     def note(self, rows: int, cut_rows: bool, features: int = 0) -> None:
-        """Remembers a call for explain(); under strict, refuses a slower tier than asked (once per shape).
-        features: what was multiplied, other layers' too; 0: this one's alone."""
+        """Records a call for explain(). Under strict, raises for a slower tier than requested (checked once
+        per shape). features: the out_features of the op, those of other layers too; 0: only this layer's."""
         if is_compiling():
             return
         self.__dict__.update(last_rows=rows, last_cut_rows=cut_rows, last_features=features)
@@ -199,37 +209,47 @@ class ParallelLinear(ParallelModule):
             self._accepted_rows.add(rows)
 
     def extra_repr(self) -> str:
-        outs = self._parts.get("", self._parts)
         return (
-            f"in_features={self.in_features}, out_features={outs}, bias={self.bias is not None}, "
-            f"group=({self.group}), sequence_parallel={self.sequence_parallel}, dim={self.dim}, "
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, group=({self.group}), "
+            f"sequence_parallel={self.sequence_parallel}, dim={self.dim}, "
             f"tier={self.tier!r}, wire={self.wire!r}"
         )
 
 
-class _ColumnLinear(ParallelLinear):
-    """The forward of a column-parallel linear, of one part or several."""
+class ColumnParallelLinear(ParallelLinear):
+    """y_r = x @ W_r^T + b_r: an nn.Linear whose out_features are cut over the group.
 
-    gather_output = False
+    Input: x_r [..., rows_r, ..., K], cut along `dim` (sequence_parallel), or x [..., K]. Result: [..., N/P]
+    with all rows; [..., N] with gather_output. State dict: "weight" and "bias", DTensors with Shard(0).
 
-    def __init__(self, *args, keep_gathered: bool | None = None, **options):
-        super().__init__(*args, cut=(0, 0), **options)
-        self.keep_gathered = keep_gathered
+    Options as in ParallelLinear, and keep_gathered: keep the gathered x [rows, K] for the backward instead of
+    gathering it again; None: keep it where the group spans hosts. A call takes `rows` too: the number of rows
+    of all ranks along `dim`, which saves an exchange of counts; ignored without sequence_parallel. Raises
+    ValueError where the group leaves a rank without features, and for an input that is not K wide."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Mapping[str, int],
+        bias: bool = False,
+        *,
+        group: Group | TensorGroup | None,
+        gather_output: bool = False,
+        keep_gathered: bool | None = None,
+        **options,
+    ):
+        super().__init__(in_features, out_features, bias, cut=(0, 0), group=group, **options)
+        self.gather_output, self.keep_gathered = gather_output, keep_gathered
 
     def compute(self, x: Tensor, rows: int | None = None) -> Tensor:
         self.check_width(x, self._width)
-        x, weight, bias = self.operands(x)
-        if self._alone:
-            y = primitives.linear(x, weight, bias)
-        else:
-            (y,) = self.multiply(x, [weight], [bias], rows)
+        (y,) = self.multiply(x, rows)
         self.note(y.numel() // y.size(-1), self.sequence_parallel)
-        if self.gather_output:
-            return gather_features(y, self.group, sum(self._parts.values()), self.packed)
-        return y
+        return gather_features(y, self.group, *self.sizes) if self.gather_output else y
 
     def check_width(self, x: Tensor, width: int) -> None:
-        """ValueError for an x that is not so many features wide."""
+        """Raises ValueError unless x has `width` features."""
         if x.size(-1) != width:
             of = "" if width == self.in_features else f"{width} of "
             raise ValueError(
@@ -241,15 +261,21 @@ class _ColumnLinear(ParallelLinear):
     def multiply(
         self,
         x: Tensor,
-        weights: list[Tensor],
-        biases: list[Tensor | None],
         rows: int | None = None,
         *,
+        others: Sequence[ColumnParallelLinear] = (),
         cut_rows: bool = False,
     ) -> list[Tensor]:
-        """x @ W_i^T + b_i, of this linear and of others that read x with it. cut_rows: x are this rank's rows
-        in any case, not under sequence_parallel alone."""
+        """Returns x @ W_i^T + b_i of this linear and of `others`, computed by one op. x may be whole over the
+        group's second axis. cut_rows: x holds only this rank's rows, even without sequence_parallel."""
         core, group = torch.ops.pyruntime, self.group.name
+        x, weight, bias = self.operands(x)
+        if self._alone:
+            return [primitives.linear(x, weight, bias)]
+        if x.size(-1) != self._width and self.group.y is not None:
+            x = split_features(x, self.group.y, self.in_features)
+        theirs = [each.operands(x)[1:] for each in others]
+        weights, biases = map(list, zip((weight, bias), *theirs, strict=True))
         if not (cut_rows or self.sequence_parallel):
             return core.replicated_matmul(x, weights, biases, group, self.tier, self._sums)
         return core.all_gather_matmul(
@@ -259,7 +285,7 @@ class _ColumnLinear(ParallelLinear):
             group,
             self.dim,
             primitives.ROWS_UNKNOWN if rows is None else rows,
-            False,  # what is gathered is not asked for
+            False,  # do not return the gathered x
             self.keep_gathered,
             self.tier,
             self._sums,
@@ -275,78 +301,33 @@ class _ColumnLinear(ParallelLinear):
             uses.append(OpUse("forward", "matmul_all_reduce", n, k, group=self.group.y))
         return uses
 
-
-class ColumnParallelLinear(_ColumnLinear):
-    """y_r = x @ W_r^T + b_r: an nn.Linear whose out_features are cut over the group.
-
-    Input: x_r [..., rows_r, ..., K], cut along `dim` (sequence_parallel), or x [..., K]. Result: [..., N/P]
-    with all rows; [..., N] with gather_output. State dict: "weight" and "bias", DTensors with Shard(0).
-
-    Options as in ParallelLinear, and keep_gathered: keep the gathered x [rows, K] for the backward instead of
-    gathering it again; None: where it would come from other hosts. A call takes `rows` too: how many rows all
-    ranks hold together along `dim`, which saves an exchange of counts; not read without sequence_parallel.
-    Raises ValueError where the group leaves a rank without features, and for an input that is not K wide."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = False,
-        *,
-        group: Group | TensorGroup | None,
-        gather_output: bool = False,
-        **options,
-    ):
-        super().__init__(in_features, {"": out_features}, bias, group=group, **options)
-        self.out_features = out_features
-        self.gather_output = gather_output
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, group: Group | TensorGroup | None, **options) -> Self:
-        """The same function as `linear`, an nn.Linear or a Conv1D of transformers which every rank holds
-        whole; `options` as in the constructor."""
-        return cls._of_whole(features_of(linear)[1], {"": linear}, group, options)
-
     @property
     def vocab_start(self) -> int:
-        """The first output feature of this rank: what vocab_parallel_cross_entropy asks of a head."""
+        """The first output feature of this rank: the `vocab_start` of vocab_parallel_cross_entropy."""
         layout = self._layouts["weight"]
-        return layout.bounds(layout.parts[0])[0]
+        return layout.ranges(layout.parts[0])[int(self.transposed)][0][0]
 
 
-class MergedColumnParallelLinear(_ColumnLinear):
+class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several column-parallel linears that read the same x, as one gather and one GEMM.
 
     MergedColumnParallelLinear(K, {"q": N_q, "k": N_k, "v": N_v}, group=g) holds one local weight [sum_i
-    N_i/P, K]. Result: [..., sum_i N_i/P], whose last dimension is [part0_r | part1_r | ...] of widths
+    N_i/P, K]. Result: [..., sum_i N_i/P]; its last dimension is [part0_r | part1_r | ...] with the widths
     `local_features`. State dict: one DTensor per part, "q.weight", "k.weight", ... Otherwise as
     ColumnParallelLinear."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: Mapping[str, int],
-        bias: bool = False,
-        *,
-        group: Group | TensorGroup | None,
-        **options,
-    ):
-        if not out_features:
-            raise ValueError(
-                "A merged column linear needs at least one part, such as {'q': 64, 'k': 64, 'v': 64}."
-            )
-        parts = {f"{name}.": size for name, size in out_features.items()}
-        super().__init__(in_features, parts, bias, group=group, **options)
-        self.out_features = dict(out_features)
+    @property
+    def local_features(self) -> dict[str, int]:
+        """The width of each part of a result on this rank."""
         layout = self._layouts["weight"]
-        widths = [layout.local_shape_of(part)[0] for part in layout.parts]
-        self.local_features = dict(zip(out_features, widths, strict=True))
+        widths = (layout.local_shape_of(part)[0] for part in layout.parts)
+        return dict(zip(self.out_features, widths, strict=True))
 
     @classmethod
     def from_linears(
         cls, linears: Mapping[str, nn.Linear], group: Group | TensorGroup | None, **options
     ) -> Self:
-        """The same function as `linears`, {part name: nn.Linear}, which every rank holds whole."""
+        """Builds one layer from `linears`, {part name: nn.Linear}, which every rank holds whole."""
         first = next(iter(linears.values()))
         for name, linear in linears.items():
             if linear.in_features != first.in_features or (linear.bias is None) != (first.bias is None):
@@ -363,11 +344,11 @@ class MergedColumnParallelLinear(_ColumnLinear):
 class RowParallelLinear(ParallelLinear):
     """y = sum_r x_r @ W_r^T + b: an nn.Linear whose in_features are cut over the group.
 
-    Input: x_r [..., K/P], this rank's features of all rows, as a column-parallel linear leaves them. Result:
-    this rank's rows [..., rows_r, ..., N], cut along `dim` (sequence_parallel), or all of them. State dict:
+    Input: x_r [..., K/P], this rank's features of all rows, as a column-parallel linear gives them. Result:
+    this rank's rows [..., rows_r, ..., N], cut along `dim` (sequence_parallel), or all rows. State dict:
     "weight", DTensor with Shard(1), and "bias", replicated.
 
-    With split_input the input is x [..., K], whole on every rank, of which each takes its features.
+    With split_input the input is x [..., K], whole on every rank, and each rank takes its own features.
 
     Options as in ParallelLinear. Raises ValueError where the group leaves a rank without features, and for an
     input that is not K/P (split_input: K) wide."""
@@ -382,15 +363,8 @@ class RowParallelLinear(ParallelLinear):
         split_input: bool = False,
         **options,
     ):
-        super().__init__(in_features, {"": out_features}, bias, cut=(1, None), group=group, **options)
-        self.out_features = out_features
+        super().__init__(in_features, out_features, bias, cut=(1, None), group=group, **options)
         self.split_input = split_input
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, group: Group | TensorGroup | None, **options) -> Self:
-        """The same function as `linear`, an nn.Linear or a Conv1D of transformers which every rank holds
-        whole; `options` as in the constructor."""
-        return cls._of_whole(features_of(linear)[1], {"": linear}, group, options)
 
     def compute(self, x: Tensor) -> Tensor:
         if self.split_input:
@@ -399,7 +373,7 @@ class RowParallelLinear(ParallelLinear):
         return self.multiply(x)
 
     def own_features(self, x: Tensor) -> Tensor:
-        """This rank's features of x [..., K], which is whole on every rank."""
+        """Takes this rank's features of x [..., K], which is whole on every rank."""
         if x.size(-1) != self.in_features:
             raise ValueError(
                 f"{self.label or type(self).__name__} takes in_features={self.in_features}, but its "
@@ -408,18 +382,17 @@ class RowParallelLinear(ParallelLinear):
         return split_features(x, self.group, self.in_features)
 
     def check_width(self, x: Tensor) -> None:
-        """ValueError where x has not this rank's features."""
+        """Raises ValueError unless x has as many features as this rank holds."""
         if x.size(-1) != self._width:
             raise ValueError(
                 f"{self.label or type(self).__name__} holds {self._width} of "
                 f"in_features={self.in_features} on rank {self.group.rank} of {self.group.size}, but its "
-                f"input is {list(x.shape)}; a row-parallel linear takes what a column-parallel one (not "
-                "gathered) leaves on each rank."
+                f"input is {list(x.shape)}; a row-parallel linear takes the output of a column-parallel one "
+                "that is not gathered."
             )
 
     def multiply(self, x: Tensor, *, cut_rows: bool = False) -> Tensor:
-        """y of x [..., K/P]. cut_rows: this rank's rows of it in any case, not under sequence_parallel
-        alone."""
+        """Returns y for x [..., K/P]; with cut_rows this rank's rows of y, even without sequence_parallel."""
         cut_rows = cut_rows or self.sequence_parallel
         x, weight, bias = self.operands(x)
         core, group, tier, sums = torch.ops.pyruntime, self.group.name, self.tier, self._sums

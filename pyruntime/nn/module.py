@@ -21,30 +21,30 @@ from pyruntime.nn.wrappers import refuse_removal, refuse_replacement, refuse_wra
 
 
 class Step:
-    """A part of what a module computes, `take(step)`. It runs as a call of the module, whose hooks see to its
-    weights and give what it does a name."""
+    """A part of a module's work, `take()`, that runs as a call of the module. So the module's forward hooks
+    run (ZeRO gathers weights there), and profilers show the module's name."""
 
     def __init__(self, take: Callable[[], Any]):
         self.take = lambda *_: take()
 
 
 class LayerHook:
-    """Every call of a layer goes through the hook that its constructor was given. This one does nothing.
+    """Wraps every call of the layer whose constructor was given this hook. This base class adds nothing.
 
     `parallelize` gives layers hooks that know the model around them (any_model/layer_hooks.py)."""
 
     def call(self, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The result of a call. `layer.compute` is what the layer does by itself."""
+        """Returns the result of a call. `layer.compute` computes the layer without its hook."""
         return layer.compute(*args, **kwargs)
 
 
 class ParallelModule(nn.Module):
-    """A module whose parameters are this rank's shards, held as plain tensors with a `Layout` each.
+    """A module whose parameters are this rank's shards: plain tensors, each with a `Layout`.
 
-    `state_dict()` holds DTensors over the parameters' own storage, so that `torch.distributed.checkpoint`
+    `state_dict()` returns DTensors over the parameters' own storage, so that `torch.distributed.checkpoint`
     saves and loads in place; `load_state_dict()` takes DTensors, full tensors, or plain shards. `label` is
-    the name under which calls show in torch.profiler and NVTX; `parallelize` and the models set it to the
-    qualified name. hook: what calls go through; None: nothing is done around them."""
+    the name of calls in torch.profiler and NVTX; `parallelize` and the models set it to the qualified name.
+    hook: wraps every call; None: calls are not wrapped."""
 
     def __init__(self, group: Group | TensorGroup | None, hook: LayerHook | None = None):
         register_with_torch()
@@ -52,8 +52,8 @@ class ParallelModule(nn.Module):
         self.group = TensorGroup.of(group)
         self.hook = hook or LayerHook()
         self.label = ""
-        # Of the last call, for explain(): rows over all ranks (0: not called yet), and whether a rank had its
-        # own alone. Calls write into __dict__, because nn.Module makes setting an attribute expensive.
+        # The last call, for explain(): its rows over all ranks (0: not called yet), and whether rows were
+        # cut. Calls write into __dict__, because nn.Module makes setting an attribute expensive.
         self.last_rows, self.last_cut_rows = 0, False
         self._layouts: dict[str, Layout] = {}
 
@@ -67,8 +67,8 @@ class ParallelModule(nn.Module):
         *,
         dim_y: int | None = None,
     ) -> nn.Parameter:
-        """Registers this rank's (uninitialised) shard of `parts`, cut along `dim` (None: not cut), and along
-        `dim_y` over the second axis of a group that has one."""
+        """Registers this rank's (uninitialised) shard of `parts`, cut along `dim` (None: not cut). A group
+        with a second axis cuts `dim_y` over it."""
         layout = Layout(self.group, dim, tuple(parts), None if self.group.y is None else dim_y)
         parameter = nn.Parameter(torch.empty(layout.local_shape(), dtype=dtype, device=device))
         self.register_parameter(name, parameter)
@@ -78,13 +78,12 @@ class ParallelModule(nn.Module):
 
     @torch.no_grad()
     def load_full(self, full: Mapping[str, Tensor]) -> None:
-        """Copies this rank's shards of full tensors, one for every state-dict key, into the parameters."""
+        """Copies this rank's shards of full tensors, {state-dict key: tensor}, into the parameters."""
         for name, layout in self._layouts.items():
             self._parameters[name].copy_(layout.gather_parts(full))
 
     def _take(self, sources: Mapping[str, nn.Module]) -> Self:
-        """Fills a module built on meta with its shards of whole modules, {prefix of their keys here:
-        module}."""
+        """Fills a module built on meta with its shards of whole modules, {prefix of keys: module}."""
         full = {
             f"{prefix}{key}": p
             for prefix, m in sources.items()
@@ -96,8 +95,8 @@ class ParallelModule(nn.Module):
         return self.train(next(iter(sources.values())).training)
 
     def forward(self, *args, **kwargs) -> Tensor:
-        """What the module computes, in a range "tp LABEL" (of a rank alone, "LABEL") where a profiler is
-        watching. Calls pay less than a microsecond where none is. In place of arguments, a `Step` of it."""
+        """Runs the module, or the `Step` given in place of its arguments, in a profiler range "tp LABEL"
+        ("LABEL" on one rank). Where no profiler records, the range costs less than a microsecond."""
         call = args[0].take if args and isinstance(args[0], Step) else self.hook.call
         with as_plain():  # a layer computes with its shards
             if not is_compiling() and is_heard():
@@ -108,7 +107,7 @@ class ParallelModule(nn.Module):
 
     def compute(self, *args, **kwargs) -> Tensor:
         # Abstract: nn.Module and abc.ABC do not mix.
-        raise NotImplementedError(f"{type(self).__name__} does not say what it computes.")
+        raise NotImplementedError(f"{type(self).__name__} does not define compute().")
 
     def __setattr__(self, name, value):
         if name in self.__dict__.get("_layouts", ()):
@@ -120,7 +119,7 @@ class ParallelModule(nn.Module):
             refuse_removal(f"{self.label or type(self).__name__}.{name}", self.group)
         super().__delattr__(name)
 
-    # -- marks survive what replaces a Parameter object: .to(...), to_empty, deepcopy, pickle
+    # -- marks survive operations that replace a Parameter object: .to(...), to_empty, deepcopy, pickle
 
     def _mark_all(self) -> None:
         for name, layout in self._layouts.items():
@@ -177,7 +176,7 @@ class ParallelModule(nn.Module):
 
 @functools.cache
 def register_with_torch() -> None:
-    """Once in a process: torch's optimizers and wrappers know what parallel modules are."""
+    """Registers hooks with torch, once per process: its optimizers and wrappers then see parallel modules."""
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
     register_module_module_registration_hook(refuse_wrapper)

@@ -1,8 +1,8 @@
 """RMS normalisation of rows whose features are cut over ranks.
 
-With rank s holding the features x_s [M, D/Y] of the same M rows, statistics in fp32 (fp64 for fp64):
+Rank s of Y holds the features x_s [M, D/Y] of the same M rows. Statistics are fp32 (fp64 for fp64):
 
-    rstd = 1 / sqrt(sum_s |x_s|^2 / D + eps)        one number a row is summed over the ranks
+    rstd = 1 / sqrt(sum_s |x_s|^2 / D + eps)        one number for each row is summed over ranks
     y_s  = x_s rstd w_s
     dx_s = rstd (dy_s w_s - xhat_s c),              xhat_s = x_s rstd, c = sum_s (dy_s w_s . xhat_s) / D
     dw_s = sum over rows of dy_s xhat_s
@@ -28,16 +28,16 @@ from pyruntime.ops.attention import statistics_dtype
 
 
 class Normed(NamedTuple):
-    """What a norm gives, and what it takes to compute `rows` again from x with no exchange."""
+    """The result of a norm, and the `rstd` with which `rows` can be recomputed from x without an exchange."""
 
     rows: Tensor
     """[..., D_s]"""
     rstd: Tensor | None
-    """[..., 1] where features are cut over y, which the norm's backward keeps too."""
+    """[..., 1] where features are cut over y, else None. The norm's backward keeps it too."""
 
 
 def is_cut(y: TensorGroup | None) -> TypeGuard[TensorGroup]:
-    """Whether there are several ranks of y."""
+    """Whether y has several ranks."""
     return y is not None and y.size > 1
 
 
@@ -49,21 +49,21 @@ def rms_norm(
     y: TensorGroup | None,
     whole: Callable[[Tensor, Tensor, float], Tensor] = layers.rms_norm,
 ) -> Normed:
-    """x [..., D_s] and weight [D_s], this rank's of `features` D that are cut over y. y=None: they are not
-    cut. whole: the norm of features that are not."""
+    """Normalises x [..., D_s] by weight [D_s]: this rank's share of `features` D, which are cut over y.
+    y=None: features are not cut. whole: the function for features that are not cut."""
     if not is_cut(y):
         return Normed(whole(x, weight, eps), None)
     return Normed(*_CutNorm.apply(x, weight, eps, features, y.name))
 
 
 def normed_by(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
-    """`Normed.rows` by its `rstd`."""
+    """Computes `Normed.rows` from its `rstd`."""
     return (x.to(rstd.dtype) * rstd * weight).to(x.dtype)
 
 
 def _sum_over(numbers: Tensor, group: str) -> Tensor:
-    """Of a few numbers, on every rank in rank order: all of them travel, once, which takes half as long as
-    an all-reduce of them, that waits twice."""
+    """Sums a few numbers over ranks, in rank order on every rank. All ranks' numbers are gathered: that waits
+    once and takes half as long as an all-reduce, which waits twice."""
     return ops.all_gather_stats(numbers, group).sum(0)
 
 
@@ -97,11 +97,10 @@ class _CutNorm(torch.autograd.Function):
 class RMSNorm(ParallelModule):
     """y = x / sqrt(mean(x^2, last dim) + eps) * weight, with statistics in fp32 (Zhang and Sennrich 2019).
 
-    Rows are independent, so a rank normalises its own rows without communication. The weight [dim] is the
-    same on every rank of `group`, and its gradient, to which every rank's rows contribute, is summed over the
-    group in the backward. group=None: the input is not cut (or the norm is replicated), and nothing is
-    summed. With a group of two axes the features are cut over y: input [..., D/Y], weight
-    [D/Y]. State dict: "weight", a DTensor, or a plain tensor without a group."""
+    A rank normalises its own rows without communication. The weight [dim] is the same on every rank of
+    `group`. All ranks' rows contribute to its gradient, so the backward sums it over the group. group=None:
+    rows are not cut (or the norm is replicated), and nothing is summed. A group of two axes cuts features
+    over y: input [..., D/Y], weight [D/Y]. State dict: "weight", a DTensor; plain without a group."""
 
     def __init__(
         self,

@@ -1,27 +1,28 @@
-"""How a parameter is cut over a tensor-parallel group.
+"""How parameters are cut over a tensor-parallel group.
 
-Inside a module a parameter is a plain local tensor, so that a forward pays nothing for being distributed.
-What a rank holds of the full tensor is written in a `Layout` (layout.py), kept by the module and hung on the
-parameter itself:
+Inside a module a parameter is a plain local tensor, so a forward pass pays nothing for being distributed. A
+`Layout` (layout.py) describes which part of the full tensor a rank holds. The module keeps it, and the
+parameter has
 
     p.tp_layout       the Layout
     p.tp_dim          the dimension that is cut, or None where every rank holds the whole tensor
-    p.tp_group_name   the name of the group it is cut over
+    p.tp_group_name   the name of the group over which it is cut
 
-A group may have a second axis, y, over which another dimension is cut (docs/explanation/primitives.md):
-`Layout.dim_y` says which.
+A group may have a second axis, y, over which another dimension, `Layout.dim_y`, is cut
+(docs/explanation/primitives.md).
 
-Only state dicts speak DTensor, the model's and those of torch's optimizers (optimizer_states.py).
+Only state dicts hold DTensors, those of the model and of torch's optimizers (optimizer_states.py).
 **Parameters are cut as DTensor's `Shard` cuts (`torch.chunk`: every rank ceil(n / P), the last ones less)**,
-because `full_tensor()` and `torch.distributed.checkpoint` know no other cut. Rows of activations are cut as
-`torch.tensor_split` cuts. The two agree wherever P divides n, and the largest shard is ceil(n / P) in
-both."""
+because `full_tensor()` and `torch.distributed.checkpoint` support no other cut. Rows of activations are cut
+as `torch.tensor_split` cuts. Both agree where P divides n, and the largest shard is ceil(n / P) in both."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,18 +31,17 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from pyruntime import comm
 from pyruntime.comm import Axis, Group
 from pyruntime.comm.runtime import AXES
-from pyruntime.nn.packed import ranges_of
 
 
 class TensorGroup:
     """The ranks that share a layer: name, rank and size, looked up once when a layer is built.
 
-    `mesh(device_type)` is the DeviceMesh that state dicts are stated in: the one the caller gave, else one
-    made from the process group when it is first needed. Copying a model shares the group; a pickle carries
-    only its name, and is refused by any other rank.
+    `mesh(device_type)` is the DeviceMesh of the DTensors in state dicts: the caller's, or one made from the
+    process group when it is first needed. Copies of a model share the group. A pickle carries only its name,
+    and only the same rank can load it.
 
-    `y` is the group of a second axis, where there is one: made of a mesh of two dimensions (x, y), and then
-    name, rank and size are those of x, and `mesh` has both."""
+    `y` is the group of the second axis, if any, of a mesh of two dimensions (x, y). Name, rank and size are
+    then those of x, and `mesh` has both dimensions."""
 
     __slots__ = ("_meshes", "name", "rank", "size", "y")
 
@@ -58,10 +58,10 @@ class TensorGroup:
 
     @classmethod
     def of(cls, group: Group | TensorGroup | None) -> TensorGroup:
-        """The TensorGroup of any way to name a group; None stands for this rank alone, without
+        """Makes a TensorGroup from anything that names a group. None: only this rank, without
         torch.distributed. A mesh of two dimensions is (x, y).
 
-        Raises ValueError where one of the two has the name of another axis than a tensor-parallel one."""
+        Raises ValueError where a dimension of the mesh is named after an axis that is not tensor-parallel."""
         if isinstance(group, TensorGroup):
             return group
         if isinstance(group, Axis):
@@ -89,7 +89,7 @@ class TensorGroup:
 
     @property
     def ranks(self) -> int:
-        """Of all axes together."""
+        """The number of ranks of all axes together."""
         return math.prod(axis.size for axis in self.axes)
 
     @property
@@ -105,7 +105,7 @@ class TensorGroup:
         if device_type not in self._meshes:
             if self.y is not None:
                 raise ValueError(
-                    f"Tensors on {device_type} were asked for of a mesh (x, y) on {', '.join(self._meshes)}; "
+                    f"The mesh (x, y) is on {', '.join(self._meshes)}, but the tensors are on {device_type}; "
                     "make the mesh for that device."
                 )
             self._meshes[device_type] = DeviceMesh.from_group(self.process_group, device_type)
@@ -117,7 +117,7 @@ class TensorGroup:
     def __reduce__(self):
         if self.y is not None:
             raise ValueError(
-                "A model over two axes is not pickled; save state_dict() by torch.distributed.checkpoint."
+                "A model over two axes cannot be pickled; save state_dict() by torch.distributed.checkpoint."
             )
         return _unpickled, (self.name, self.rank, self.size)
 
@@ -127,8 +127,7 @@ class TensorGroup:
 
 
 def _unpickled(name: str, rank: int, size: int) -> TensorGroup:
-    """Raises ValueError where this process is not that rank of the group: what was pickled beside the group
-    are that rank's shards."""
+    """Raises ValueError unless this process is that rank of the group: the pickle holds its shards."""
     if not name:
         return TensorGroup("", rank, size)
     try:
@@ -146,11 +145,8 @@ def _unpickled(name: str, rank: int, size: int) -> TensorGroup:
 
 
 def shard_bounds(size: int, world_size: int, rank: int, what: str = "a dimension") -> tuple[int, int]:
-    """Rank `rank` of `world_size` holds [start, stop) of a dimension of `size`, cut as DTensor's Shard cuts
-    it.
-
-    Raises ValueError, naming `what`, where a rank would hold nothing.
-    """
+    """Returns [start, stop) that rank `rank` of `world_size` holds of a dimension of `size`, cut as DTensor's
+    Shard cuts it. Raises ValueError, naming `what`, where a rank would hold nothing."""
     chunk = -(-size // world_size)
     if chunk * (world_size - 1) >= size:
         holders = -(-size // chunk) if chunk else 0
@@ -161,12 +157,48 @@ def shard_bounds(size: int, world_size: int, rank: int, what: str = "a dimension
     return rank * chunk, min(size, (rank + 1) * chunk)
 
 
+def ranges_of(
+    sizes: Sequence[int], world_size: int, rank: int, what: str = "features"
+) -> list[tuple[int, int]]:
+    """Returns [start, stop), counted in the full dimension, that rank `rank` holds of each of its parts. A
+    single part is cut by `shard_bounds`.
+
+    Raises ValueError, naming `what`, where `world_size` does not divide one of several parts."""
+    if len(sizes) == 1:
+        return [shard_bounds(sizes[0], world_size, rank, what)]
+    found, begin = [], 0
+    for size in sizes:
+        if size % world_size:
+            raise ValueError(
+                f"tp={world_size} does not divide {size}, a part of {what}, whose parts are {list(sizes)}; "
+                "use a tp that divides each, or cut it as one."
+            )
+        share = size // world_size
+        found.append((begin + rank * share, begin + (rank + 1) * share))
+        begin += size
+    return found
+
+
+def own_of(whole: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """Joins these ranges of a whole tensor along `dim`. The result of a single range is a view."""
+    own = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
+    return torch.cat(own, dim) if len(own) > 1 else own[0]
+
+
+def in_order(gathered: Tensor, dim: int, world_size: int, sizes: Sequence[int]) -> Tensor:
+    """Returns the full tensor, part after part. `gathered` holds the shards [part0_r | part1_r | ..] of all
+    ranks, one rank after the other along `dim`."""
+    dim %= gathered.dim()
+    shares = gathered.unflatten(dim, (world_size, -1)).split([n // world_size for n in sizes], dim + 1)
+    return torch.cat([share.flatten(dim, dim + 1) for share in shares], dim)
+
+
 @dataclass(frozen=True)
 class Part:
     """One full tensor of a state dict: its key inside the module, and its full shape.
 
-    packed: sizes of what it holds one after the other along the dimension that is cut (q, k and v in one
-    linear), each of which is cut by itself; () where it is cut as one."""
+    packed: sizes of the parts (q, k and v in one linear) that follow each other along the dimension that is
+    cut, where each part is cut by itself; () where the tensor is cut as one."""
 
     key: str
     shape: tuple[int, ...]
@@ -175,12 +207,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Cut:
-    """What one rank's local parameter holds of one or several full tensors.
+    """Describes which shards of one or several full tensors a rank's local parameter holds.
 
-    With several parts (q, k, v in one weight) each is cut along `dim` by itself, and the local parameter is
-    the concatenation along `dim` of this rank's shard of each: [part0_r | part1_r | ...]. dim=None: every
-    rank of the group holds it whole. dim_y: the dimension, another one, that is cut over the group's second
-    axis; None: every rank of that holds the same."""
+    With several parts (q, k, v in one weight), each is cut along `dim` by itself. The local parameter is the
+    concatenation along `dim` of this rank's shards: [part0_r | part1_r | ...]. dim=None: every rank of the
+    group holds it whole. dim_y: another dimension, which is cut over the group's second axis; None: all ranks
+    of that axis hold the same."""
 
     group: TensorGroup
     dim: int | None
@@ -189,12 +221,12 @@ class Cut:
 
     @property
     def cuts(self) -> list[tuple[TensorGroup, int | None]]:
-        """Each axis, and the dimension that is cut over it."""
+        """Each axis, and the dimension that is cut over it (None: not cut)."""
         return list(zip(self.group.axes, (self.dim, self.dim_y), strict=False))
 
     @property
     def cut_over(self) -> tuple[str, ...]:
-        """Names of the groups over whose several ranks it is cut."""
+        """Names of the groups of several ranks over which the parameter is cut."""
         return tuple(axis.name for axis, dim in self.cuts if dim is not None and axis.size > 1)
 
     @property
@@ -204,51 +236,42 @@ class Cut:
 
     @property
     def placements(self) -> list[Placement]:
-        """Of the DTensors, over the axes of the group."""
+        """The placements of its DTensors over the axes of the group."""
         return [Replicate() if dim is None else Shard(dim) for _, dim in self.cuts]
 
-    def bounds(self, part: Part) -> tuple[int, int]:
-        """[start, stop) of `part` along `dim` that this rank holds."""
-        assert self.dim is not None
-        return self._bounds(part, self.group, self.dim)
-
-    def places(self, part: Part) -> list[tuple[int, int, int]]:
-        """[start, stop) that this rank holds of each dimension of `part` that is cut as one, as (dimension,
-        start, stop); what is packed along one has `ranges`."""
-        packed = self.dim if part.packed else None
+    def cuts_of(self, part: Part) -> list[tuple[TensorGroup, int, tuple[int, ...]]]:
+        """Returns (axis, dimension, sizes) for each axis over which `part` is cut. Each of the sizes along
+        the dimension is cut by itself."""
+        packed = {self.dim: part.packed} if part.packed else {}
         return [
-            (dim, *self._bounds(part, axis, dim))
-            for axis, dim in self.cuts
-            if dim is not None and dim != packed
+            (axis, dim, packed.get(dim, (part.shape[dim],))) for axis, dim in self.cuts if dim is not None
         ]
 
-    def _bounds(self, part: Part, axis: TensorGroup, dim: int) -> tuple[int, int]:
-        return shard_bounds(part.shape[dim], axis.size, axis.rank, f"dimension {dim} of {part.key}")
-
-    def ranges(self, part: Part) -> list[tuple[int, int]]:
-        """What of `part` along `dim` this rank holds, one after the other: one range, or one of each that is
-        packed in it."""
-        if not part.packed:
-            return [self.bounds(part)]
-        return ranges_of(part.packed, self.group.size, self.group.rank, part.key)
+    def ranges(self, part: Part) -> dict[int, list[tuple[int, int]]]:
+        """Returns {dimension of `part` that is cut: ranges [start, stop) that this rank holds}: one range, or
+        one for each packed part."""
+        return {
+            dim: ranges_of(
+                sizes, axis.size, axis.rank, part.key if len(sizes) > 1 else f"dimension {dim} of {part.key}"
+            )
+            for axis, dim, sizes in self.cuts_of(part)
+        }
 
     def local_shape_of(self, part: Part) -> tuple[int, ...]:
         shape = list(part.shape)
-        for dim, start, stop in self.places(part):
-            shape[dim] = stop - start
-        if part.packed and self.dim is not None:
-            shape[self.dim] = sum(stop - start for start, stop in self.ranges(part))
+        for dim, ranges in self.ranges(part).items():
+            shape[dim] = sum(stop - start for start, stop in ranges)
         return tuple(shape)
 
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the local parameter: all parts together."""
+        """The shape of the local parameter: all parts together."""
         shapes = [self.local_shape_of(part) for part in self.parts]
         if self.dim is None:
             return shapes[0]
         return (*shapes[0][: self.dim], sum(s[self.dim] for s in shapes), *shapes[0][self.dim + 1 :])
 
     def split(self, local: Tensor) -> list[Tensor]:
-        """The parts of a tensor of the local shape, as views."""
+        """Splits a tensor of the local shape into views, one for each part."""
         if self.dim is None or len(self.parts) == 1:
             return [local]
         return list(local.split([self.local_shape_of(part)[self.dim] for part in self.parts], self.dim))

@@ -1,12 +1,11 @@
-"""Column and row linears in two steps each, slice by slice of their rows: between the steps rows travel.
+"""Column and row linears that take their rows slice by slice, in two steps. Between the steps rows travel.
 
-    column   begin(part, x)   x [M_r, K], this rank's rows of a slice, leave     end(part) -> y [M, N/P]
-    row      begin(part, x)   x [M, K/P] @ W_r^T leaves as it is multiplied      end(part) -> y [M_r, N]
+    column   begin(part, x)   sends x [M_r, K], this rank's rows of a slice      end(part) -> y [M, N/P]
+    row      begin(part, x)   multiplies x [M, K/P] @ W_r^T and sends rows       end(part) -> y [M_r, N]
 
-Backward, every step does the reverse in the reverse order (csrc/ops/sliced_linears.cpp). Each slice has both
-steps once, and all ranks take the steps of a group in one order. X of a column linear is kept gathered, and
-dW is one GEMM over all slices.
-"""
+The backward reverses every step, in reverse order (csrc/ops/sliced_linears.cpp). Each slice takes both steps
+once, and all ranks take the steps of a group in the same order. A column linear keeps its gathered X, and dW
+is one GEMM over all slices."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from pyruntime.nn.module import Step
 
 
 class _Sliced(ABC):
-    """One linear in one forward pass."""
+    """The slices of one linear in one forward pass."""
 
     def __init__(self, linear: ParallelLinear):
         if not linear.sequence_parallel or linear.dim != 0 or not linear.group.name:
@@ -31,7 +30,7 @@ class _Sliced(ABC):
         self._begun: dict[int, tuple] = {}
 
     def _share(self, weight: Tensor) -> Tensor:
-        """What tells autograd which weight it is; dW is multiplied right behind the last slice's dX."""
+        """Ties the slices to the weight for autograd. dW is computed right after the last slice's dX."""
         if self._shared is None:
             self._shared = torch.ops.pyruntime.share_weight(weight, self._weight)
         return self._shared
@@ -41,20 +40,20 @@ class _Sliced(ABC):
 
     @abstractmethod
     def _end(self, begun: Tensor, flight) -> Tensor:
-        """Of the slice that `begun` stands for."""
+        """Returns the result of the slice that `begun` represents."""
 
 
 class SlicedColumn(_Sliced):
-    """Of a column linear."""
+    """A column linear, slice by slice."""
 
     def begin(self, part: int, x: Tensor, rows: int) -> None:
-        """rows: of the slice, over all ranks."""
+        """Sends this rank's rows x [M_r, K] of a slice. rows: how many the slice has over all ranks."""
         self._begun[part] = self._linear(Step(lambda: self._begin(x, rows)))
 
     def _begin(self, x: Tensor, rows: int) -> tuple:
         linear, flight = self._linear, torch.classes.pyruntime.SlicedFlight()
         x, weight, _ = linear.operands(x)
-        # The weight only says which tier it will be; its gradient comes by `_share`.
+        # The weight only decides the tier here; its gradient comes through `_share`.
         begun = torch.ops.pyruntime.begin_column(
             x, weight.detach(), linear.group.name, rows, linear.tier, linear.wire, flight
         )
@@ -67,7 +66,7 @@ class SlicedColumn(_Sliced):
 
 
 class SlicedRow(_Sliced):
-    """Of a row linear."""
+    """A row linear, slice by slice."""
 
     def begin(self, part: int, x: Tensor) -> None:
         self._begun[part] = self._linear(Step(lambda: self._begin(x)))

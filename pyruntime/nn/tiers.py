@@ -1,4 +1,4 @@
-"""Which tier a layer's primitives run on, and what strict mode makes of it."""
+"""Finds the tier on which a layer's primitives run, and raises where strict mode refuses it."""
 
 from __future__ import annotations
 
@@ -17,27 +17,25 @@ TIERS = values(Tier)
 
 @dataclass(frozen=True)
 class OpUse:
-    """One primitive that a layer runs, [rows, k] @ [n, k]^T on each rank, or the backward of that."""
+    """One primitive that a layer runs: [rows, k] @ [n, k]^T on each rank, or its backward."""
 
     when: str  # "forward" or "backward"
     op: str  # as pyruntime.ops.tier_of takes it
     n: int
     k: int
     travels: bool = True  # False: this pass needs nothing from the other ranks
-    group: TensorGroup | None = None  # whose ranks; None: the layer's, of two axes the first
+    group: TensorGroup | None = None  # None: the layer's group, or its first axis
 
 
 def check_tier(tier: str) -> str:
-    """`tier` itself; ValueError where it is none of TIERS."""
+    """Returns `tier`; raises ValueError where it is none of TIERS."""
     check_value("tier", tier, TIERS)
     return tier
 
 
 def tier_of(layer: ParallelModule, use: OpUse) -> tuple[str, str]:
-    """(tier, why not a faster one) at the rows of the layer's last call: the core's own answer.
-
-    The tier is "local" where nothing travels, and "auto" before the group's first op.
-    """
+    """Asks the core for (tier, why not a faster one) at the rows of the layer's last call. The tier is
+    "local" where nothing travels, and "auto" before the group's first op."""
     if not use.travels:
         return "local", "the operand is whole on every rank, so nothing travels"
     group = use.group or layer.group
@@ -57,18 +55,16 @@ def tier_of(layer: ParallelModule, use: OpUse) -> tuple[str, str]:
 
 
 def strict_refusal(asked: str, tier: str) -> str:
-    """Why strict mode refuses `tier` where `asked` was asked; "" where it does not.
-
-    "auto" must not end in "unfused", and a tier asked for by name must be the one that runs.
-    """
+    """Says why strict mode refuses `tier` where `asked` was requested; "" where it accepts. "auto" must not
+    end in "unfused", and a tier requested by name must be the one that runs."""
     if tier in (asked, "local") or (asked == "auto" and tier != "unfused"):
         return ""
     return f"asked for {asked}, runs {tier}"
 
 
 def refuse_slow_tier(layer: ParallelModule) -> bool:
-    """Raises RuntimeError where strict mode refuses what the layer's last call ran on. Returns whether every
-    pass is known: none that travels is before the group's first op."""
+    """Raises RuntimeError where strict mode refuses the tier of the layer's last call. Returns whether all
+    tiers are known; before a group's first op they are not."""
     known = True
     for use in layer.op_uses():
         tier, reason = tier_of(layer, use)

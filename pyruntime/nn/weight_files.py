@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint: which holds which tensor, opened so that slices are read alone."""
+"""Finds the tensors of a Hugging Face checkpoint in its files, and opens files so that slices can be read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def find_tensors(directory: Path) -> dict[str, Path]:
-    """Path of the file that holds each tensor of the checkpoint."""
+    """Returns {tensor of the checkpoint: path of the file that holds it}."""
     single, index = directory / WEIGHTS, directory / INDEX
     if single.is_file():
         with open_tensors(single) as file:
@@ -29,11 +29,9 @@ def find_tensors(directory: Path) -> dict[str, Path]:
         raise ValueError(f"{index} has no weight_map from tensor names to file names.")
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name:
-            raise ValueError(f"{index} names {name!r}, which is no file of its own folder; name files alone.")
+            raise ValueError(f"{index} names {name!r}, which is no file of its own folder; name files only.")
         if not (directory / name).is_file():
-            raise FileNotFoundError(
-                f"{index} names {name}, but {directory} does not hold it; fetch it as well."
-            )
+            raise FileNotFoundError(f"{index} names {name}, but {directory} does not hold it; fetch it too.")
     return {tensor: directory / name for tensor, name in weight_map.items()}
 
 
@@ -60,6 +58,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def listed(names: list[str]) -> str:
-    """The first few of many names."""
+    """Joins the first three names, and counts the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

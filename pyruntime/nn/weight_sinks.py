@@ -1,8 +1,7 @@
-"""Linear layers whose weight has a sink: their backward hands (dY, X) over instead of multiplying them.
+"""Linear layers whose weight has a sink: their backward gives (dY, X) to it instead of multiplying them.
 
-`_C.set_weight_gradient_sink(weight, take)` says who takes them (csrc/ops/weight_gradient.h): take(dY, X,
-later). Where `later` is true the op waits for other hosts, and `_C.WeightProduct` multiplies in such waits.
-"""
+`_C.set_weight_gradient_sink(weight, take)` registers a sink, take(dY, X, later) (csrc/ops/weight_gradient.h).
+Where `later` is true, the op waits for other hosts, and `_C.WeightProduct` multiplies during such waits."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from pyruntime.ops.primitives import linear
 
 
 def readers_of(model: nn.Module) -> dict[int, int]:
-    """How many modules have each parameter, by its id."""
+    """Returns {id of a parameter: how many modules have it}."""
     readers: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -30,7 +29,7 @@ def readers_of(model: nn.Module) -> dict[int, int]:
 
 
 def weights_with_sinks(model: nn.Module) -> list[nn.Parameter]:
-    """Trainable weights that can have a sink: their only reader is a linear layer."""
+    """Returns the trainable weights that can have a sink: only one module reads them, a linear layer."""
     readers = readers_of(model)
     return [
         module.weight
@@ -42,7 +41,7 @@ def weights_with_sinks(model: nn.Module) -> list[nn.Parameter]:
 
 
 def patch_linears(model: nn.Module) -> list[nn.Linear]:
-    """Gives every nn.Linear a forward whose backward asks for its weight's sink. Returns those changed."""
+    """Gives every nn.Linear a forward whose backward uses its weight's sink. Returns the changed linears."""
     patched = [
         module for module in model.modules() if type(module) is nn.Linear and "forward" not in vars(module)
     ]
@@ -52,29 +51,28 @@ def patch_linears(model: nn.Module) -> list[nn.Linear]:
 
 
 def unpatch_linears(patched: Iterable[nn.Linear]) -> None:
-    """They are as they were before `patch_linears`."""
+    """Undoes `patch_linears`."""
     for module in patched:
         del module.forward
 
 
 class InTurn:
-    """Products that are multiplied under waits, and used in the order in which they came.
+    """A queue of products that are multiplied during waits and used in the order in which they were added.
 
-    Each is used when the second one after it comes, whatever has been multiplied by then: at the same point
-    of the program on every rank, so that what leaves then leaves in one order among all other ops. One behind
-    would leave nothing to the wait of a column linear, which hands its own product over just before it.
-    """
+    Each is finished and used when the second product after it is added. That is the same point of the program
+    on every rank, so gradients are sent in one order among all other ops. A distance of one would leave
+    nothing to multiply while a column linear waits: it adds its own product just before that wait."""
 
     MOST = 2
 
     def __init__(self) -> None:
         self._finish: deque[Callable[[], None]] = deque()
         self.is_open = False
-        """Within `passes()`."""
+        """Whether the program is within `passes()`."""
 
     @contextlib.contextmanager
     def passes(self) -> Iterator[None]:
-        """All that is added within it has been used at its end; of what fails, nothing more is."""
+        """Uses all products added inside it by its end. After an exception the remaining ones are dropped."""
         self.is_open = True
         try:
             yield
@@ -85,35 +83,35 @@ class InTurn:
             self.is_open = False
 
     def add(self, finish: Callable[[], None]) -> None:
-        """finish: multiplies what is left of a product, and uses it."""
+        """Adds a product. finish: computes the rest of it, and uses it."""
         self._finish.append(finish)
         while len(self._finish) > self.MOST:
             self._finish.popleft()()
 
     def finish(self) -> None:
-        """Uses all of them."""
+        """Finishes and uses all products."""
         while self._finish:
             self._finish.popleft()()
 
 
 class AddedToGrad:
-    """Takes (dY, X) of linear weights: weight.grad += dY^T X."""
+    """A sink that adds the products of linear weights to their gradients: weight.grad += dY^T X."""
 
     def __init__(self) -> None:
         self._in_turn = InTurn()
         self._new: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        """By the weight's id: what is going to be its `.grad`, while a product of it waits."""
+        """{id of a weight: its future `.grad`}, while one of its products waits."""
 
     def passes(self) -> contextlib.AbstractContextManager[None]:
-        """Within it `.grad` may lack products that have been added, or hold a part of one."""
+        """Inside it, `.grad` may lack added products, or hold only a part of one."""
         return self._in_turn.passes()
 
     @torch.no_grad()
     def add_product(
         self, weight: nn.Parameter, dy: Tensor, x: Tensor, last: bool = False, later: bool = False
     ) -> None:
-        """`last` is for others who take (dY, X): see `Sharded.add_product`. later: what the sink was told;
-        within `passes()` the product may then be multiplied under waits."""
+        """Adds dY^T X to weight.grad. last: ignored here, see `Sharded.add_product`. later: as given to the
+        sink; if true, a product within `passes()` may be multiplied during waits."""
         if not later:
             adds = weight.grad is not None
             if weight.grad is None:
@@ -128,8 +126,8 @@ class AddedToGrad:
 
     @torch.no_grad()
     def begin_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor) -> Callable[[], None]:
-        """The product may be multiplied under waits from now on; what is returned multiplies the rest of it,
-        and is called in the order in which a weight's products begin."""
+        """Lets waits multiply the product from now on. Returns a function that computes the rest of it. The
+        functions of one weight must be called in the order in which its products began."""
         out = self._new.get(id(weight)) if weight.grad is None else weight.grad
         adds = out is not None
         if out is None:

@@ -1,11 +1,11 @@
-"""Grouped-query attention as ops: C++ on CPU (csrc/cpu/layers); of blocks a composite of ATen ops elsewhere.
+"""Grouped-query attention as ops: C++ kernels on CPU (csrc/cpu/layers).
 
-`causal_attention` is that of whole sequences, on CPU alone. `attention_block_` and
-`attention_block_backward_` are one step of an attention whose keys are spread over ranks. All are traceable
-by `torch.compile(fullgraph=True)` and bitwise the same whatever the number of threads; the first is
+`causal_attention` takes whole sequences, only on CPU. `attention_block_` and `attention_block_backward_` are
+one step of attention whose keys are spread over ranks; other devices run them as a composite of ATen ops. All
+are traceable by `torch.compile(fullgraph=True)`, with the same bits for any number of threads; the first is
 differentiable. Inputs are float32, bfloat16, float16 or float64; scores, softmax and sums are float32
-(float64 for float64). Bad arguments raise ValueError (shapes, strides) or TypeError (dtypes) with what was
-found and what is needed.
+(float64 for float64). Bad arguments raise ValueError (shapes, strides) or TypeError (dtypes); the message
+says what was found and what is needed.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from torch import Tensor
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
-    """What statistics, sums and optimizer states of tensors like x are kept in: float32, or float64 for
-    float64."""
+    """Returns the dtype of statistics, sums and optimizer states for x: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T + causal mask) v, where query i sees keys 0 .. i.
 
-    q [B, H, S, D], k and v [B, Hkv, S, D], where Hkv divides H and H / Hkv query heads in a row share a key
-    head; of any strides, fastest where D is contiguous. scale is 1 / sqrt(D) unless given.
-    -> (out [B, S, H * D], as an output projection reads it; lse [B, H, S], the log-sum-exp of a query's
-    scaled scores in float32 (float64 for float64), which carries no gradient).
+    q [B, H, S, D], k and v [B, Hkv, S, D], with any strides, fastest if D is contiguous. Hkv divides H, and
+    H / Hkv successive query heads share a key head. scale: 1 / sqrt(D) by default.
+    Returns (out, lse): out [B, S, H * D], as an output projection reads it; lse [B, H, S], the log-sum-exp of
+    each query's scaled scores, float32 (float64 for float64), without gradient.
 
     The backward keeps q, k, v, out and lse, nothing of size S * S, and computes the scores again. On a CPU
-    that multiplies bfloat16, bfloat16 probabilities and score gradients are rounded to bfloat16 before they
-    are multiplied, as flash attention does it. On other devices NotImplementedError: take torch's.
+    with bfloat16 multiplication, probabilities and score gradients of bfloat16 inputs are rounded to bfloat16
+    before they are multiplied, as in flash attention. Raises NotImplementedError on other devices: use
+    torch's attention.
     """
     return torch.ops.pyruntime.causal_attention(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:
-    """out [B, Sq, H, D] and lse [B, H, Sq] of queries [B, Sq, H, D] before their first `attention_block_`."""
+    """Returns out [B, Sq, H, D] and lse [B, H, Sq] for queries [B, Sq, H, D] that have seen no keys, to start
+    `attention_block_`."""
     batch, queries, heads, _ = q.shape
     out = torch.zeros(q.shape, dtype=statistics_dtype(q), device=q.device)
     return out, torch.full((batch, heads, queries), float("-inf"), dtype=out.dtype, device=q.device)
@@ -45,23 +46,23 @@ def nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:
 def attention_block_(
     q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> None:
-    """Merges the attention over one block of keys into `out` and `lse`, that over the keys before.
+    """Adds the attention over one block of keys to `out` and `lse`, the attention over earlier blocks.
 
-    q [B, H, Sq, D], k and v [B, Hkv, Sk, D] as in `causal_attention`, but that Sq and Sk are independent and
-    may be 0. Query i of batch b sees keys begin[b, i] <= j < end[b, i], none where begin >= end; begin and
-    end [B, Sq] int32 of any strides. out [B, H, Sq, D] and lse [B, H, Sq] are float32 (float64 for float64);
-    out of any strides with the last one 1, as a view of [B, Sq, H, D] has them, and lse contiguous. With
-    P = exp(scale q k^T) where a key is seen and 0 elsewhere, what is written is
+    q [B, H, Sq, D], k and v [B, Hkv, Sk, D] as in `causal_attention`, but Sq and Sk are independent and may
+    be 0. Query i of batch b sees keys begin[b, i] <= j < end[b, i], none if begin >= end; begin and end
+    [B, Sq] int32 with any strides. out [B, H, Sq, D] and lse [B, H, Sq] are float32 (float64 for float64);
+    out with any strides but the last, which is 1, as in a view of [B, Sq, H, D]; lse contiguous. With
+    P = exp(scale q k^T) where a key is seen and 0 elsewhere, it writes
 
         lse' = log(exp(lse) + rowsum(P))        out' = exp(lse - lse') out + exp(-lse') P v
 
     computed as an online softmax, which does not overflow (Dao 2023, FlashAttention-2, arXiv:2307.08691,
-    algorithm 1; Liu et al. 2023, Ring Attention, arXiv:2310.01889). A query that has seen nothing has lse
-    -inf and out 0, which is how to start, and stays so while it sees nothing. Blocks come in any order; a
-    block costs what its queries see of it, but for edges.
+    algorithm 1; Liu et al. 2023, Ring Attention, arXiv:2310.01889). A query that has seen no key has lse
+    -inf and out 0; start with these (`nothing_seen`). Blocks may come in any order. The cost of a block is,
+    except at its edges, proportional to the keys that its queries see.
 
-    Not differentiable (RuntimeError where a gradient is required): `attention_block_backward_` is the
-    backward. The composite of other devices holds all scores while it runs, B * H * Sq * Sk elements.
+    Not differentiable (raises RuntimeError if a gradient is required): `attention_block_backward_` is the
+    backward. On other devices the composite keeps all scores while it runs, B * H * Sq * Sk elements.
     """
     torch.ops.pyruntime.attention_block_(q, k, v, begin, end, scale, out, lse)
 
@@ -80,18 +81,17 @@ def attention_block_backward_(
     dv: Tensor,
     scale: float,
 ) -> None:
-    """Adds one block's part of the gradients of its queries, keys and values into `dq`, `dk` and `dv`.
+    """Adds one block's part of the gradients of its queries, keys and values to `dq`, `dk` and `dv`.
 
-    q, k, v, begin and end as in `attention_block_`; grad_out [B, H, Sq, D] of the dtype of q, any strides.
-    lse [B, H, Sq] is the log-sum-exp over all blocks and delta [B, H, Sq] = rowsum(grad_out * out) with the
-    final out, both float32 (float64 for float64). dq [B, H, Sq, D], dk and dv [B, Hkv, Sk, D] are of the
-    dtype of lse whatever that of q is, and of any strides with the last one 1. With
-    P = exp(scale q k^T - lse) where a key is seen and 0 elsewhere (Dao 2023, FlashAttention-2,
-    arXiv:2307.08691, algorithm 2),
+    q, k, v, begin and end as in `attention_block_`; grad_out [B, H, Sq, D] has the dtype of q, any strides.
+    lse [B, H, Sq] is the log-sum-exp over all blocks, and delta [B, H, Sq] = rowsum(grad_out * out) with the
+    final out; both float32 (float64 for float64). dq [B, H, Sq, D], dk and dv [B, Hkv, Sk, D] have the dtype
+    of lse for every dtype of q, and any strides but the last, which is 1. With P = exp(scale q k^T - lse)
+    where a key is seen and 0 elsewhere (Dao 2023, FlashAttention-2, arXiv:2307.08691, algorithm 2),
 
         dv += P^T grad_out      dS = P * (grad_out v^T - delta)      dq += scale dS k      dk += scale dS^T q
 
-    summed over the query heads of a key head. Queries whose lse is -inf contribute nothing.
+    summed over the query heads of a key head. Queries with lse -inf contribute nothing.
     """
     torch.ops.pyruntime.attention_block_backward_(
         grad_out, q, k, v, begin, end, delta, lse, scale, dq, dk, dv
@@ -101,12 +101,11 @@ def attention_block_backward_(
 def prefix_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, *, begin: Tensor | None = None
 ) -> Tensor:
-    """softmax(scale q k^T + causal mask) v for queries at the end of the keys: query i sees the keys 0 ..
-    Sk - Sq + i.
+    """softmax(scale q k^T + causal mask) v, where query i sees keys 0 .. Sk - Sq + i.
 
-    q [B, H, Sq, D], k and v [B, Hkv, Sk, D] with Sk >= Sq, otherwise as in `causal_attention`
-    -> [B, Sq, H, D], of q's dtype. Differentiable. begin: [B, Sq] int32, the first key that each query sees,
-    at most its own; all begin at the first key by default.
+    q [B, H, Sq, D], k and v [B, Hkv, Sk, D] with Sk >= Sq, otherwise as in `causal_attention`. begin: [B, Sq]
+    int32, the first key that each query sees, at most its own; by default key 0.
+    Returns [B, Sq, H, D] in q's dtype. Differentiable.
     """
     if begin is None:
         begin = torch.zeros(1, q.shape[2], dtype=torch.int32, device=q.device).expand(len(q), -1)

@@ -1,4 +1,4 @@
-"""AdamW by the device kernels (csrc/cuda/portable/adamw.cu), for captured graphs and for tests."""
+"""AdamW with the device kernels (csrc/cuda/portable/layers/adamw.cu), for captured graphs and for tests."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from torch import Tensor
 
 
 class StepSettings:
-    """Learning rate and step in memory of a device, where a kernel reads them when it runs.
+    """Learning rate and step in device memory, where a kernel reads them when it runs.
 
-    `PyruntimeAdamwOptions` of csrc/cuda/launchers.h: lr, beta1, beta2 and eps as doubles, then the step.
+    Laid out as `PyruntimeAdamwOptions` of csrc/cuda/launchers.h: lr, beta1, beta2, eps as doubles, then step.
     """
 
     def __init__(self, device: torch.device | str, *, beta1: float, beta2: float, eps: float):
         self._constants = (beta1, beta2, eps)
         self.tensor = torch.zeros(5, dtype=torch.int64, device=device)
         on_host = torch.zeros(5, dtype=torch.int64)
-        self._staging = on_host.pin_memory() if self.tensor.is_cuda else on_host
-        self._copied = torch.cuda.Event() if self.tensor.is_cuda else None
+        kind = self.tensor.device.type
+        self._staging = on_host if kind == "cpu" else on_host.pin_memory()
+        self._copied = None if kind == "cpu" else torch.Event(kind)
 
     def write(self, lr: float, step: int) -> None:
-        """What the kernels read that the current stream runs after this. Waits for the write before."""
+        """Sets the values for kernels that the current stream runs after this. Waits for the last write."""
         if self._copied is not None:
             self._copied.synchronize()
         self._staging.copy_(torch.tensor(struct.unpack("5q", struct.pack("4dq", lr, *self._constants, step))))
@@ -48,15 +49,17 @@ def device_adamw_(
     step: int = 1,
     settings: StepSettings | None = None,
     grad_scale: Tensor | None = None,
+    rounding: Sequence[tuple[int, int]] = (),
 ) -> None:
-    """`pyruntime.ops.layers.adamw_` by the device kernels and nothing else: parameters float32, or bfloat16
-    and float16 with float32 masters, all on one device; one launch for every 48 of one dtype.
+    """`pyruntime.ops.layers.adamw_` with only the device kernels: one launch for every 48 parameters of one
+    dtype. They are float32, bfloat16 and float16 with float32 masters, or bfloat16 with `rounding`, all on
+    one device.
 
-    settings: read by the kernel in place of lr, step and the betas. grad_scale: one number on the device;
-    where it is NaN when the kernel runs, nothing is updated. The host does not wait.
+    settings: the kernel reads them in place of lr, betas, eps and step. grad_scale: one number on the device;
+    if it is NaN when the kernel runs, nothing is updated. rounding: as in `adamw_`. The host does not wait.
 
-    Raises NotImplementedError where the kernels are not built, TypeError for other dtypes, ValueError for
-    shapes and devices that do not fit.
+    Raises NotImplementedError if the kernels are not built, TypeError for other dtypes, ValueError for shapes
+    and devices that do not fit, and for settings with `rounding`.
     """
     torch.ops.pyruntime.device_adamw_(
         params,
@@ -72,4 +75,6 @@ def device_adamw_(
         eps=eps,
         weight_decay=weight_decay,
         step=step,
+        seeds=[seed for seed, _ in rounding],
+        firsts=[first for _, first in rounding],
     )

@@ -1,4 +1,4 @@
-"""Fake kernels: the shapes that the operators return, for torch.compile and opcheck."""
+"""Fake kernels, which return the shapes of the operators' results, for torch.compile and opcheck."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pyruntime.ops.primitives import ROWS_UNKNOWN
 
 for _writes_in_place in (
     "adamw_",
+    "adamw_ahead_",
     "add_",
     "attention_block_",
     "attention_block_backward_",
@@ -115,3 +116,22 @@ def _(x, group):
 @torch.library.register_fake("pyruntime::all_gather_stats")
 def _(x, group):
     return x.new_empty([group_size(group), *x.shape])
+
+
+@torch.library.register_fake("pyruntime::experts")
+def _(x, ids, weights, gate_up, down, group, experts, cut, rows, tier):
+    precise = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows = _gathered_rows(x, group, 0, rows) if cut else x.shape[0]
+    routed = torch.library.get_ctx().new_dynamic_size()
+    return [
+        x.new_empty(x.shape),
+        x.new_empty([rows, 2 * ids.shape[1]], dtype=precise),
+        x.new_empty([routed, gate_up.shape[1]]),
+        x.new_empty([torch.library.get_ctx().new_dynamic_size(), x.shape[1]]),
+    ]
+
+
+@torch.library.register_fake("pyruntime::experts_backward")
+def _(grad, x, table, hidden, kept, gate_up, down, *_):
+    weights = table.new_empty([x.shape[0], table.shape[1] // 2])
+    return [x.new_empty(x.shape), weights, gate_up.new_empty(gate_up.shape), down.new_empty(down.shape)]

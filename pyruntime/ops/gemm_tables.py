@@ -1,11 +1,10 @@
-"""Which GEMM multiplies bf16 on the CPU: ours (csrc/cpu/packed_matrix.h) or the library's.
+"""Chooses the GEMM that multiplies bf16 on the CPU: ours (csrc/cpu/packed_matrix.h) or the library's.
 
-gemm_tables.json says it for processors on which `python -m bench.gemm --write` has measured both: for each
-product of a linear layer (forward, dX, dW) and each point of a grid of rows and features, "o" where ours is
-taken and "l" where the library's is. A shape goes by the nearest point, in logarithms
+gemm_tables.json has a table for each processor on which `python -m bench.gemm --write` measured both. For
+each product of a linear layer (forward, dX, dW) and each point of a grid of rows and features it says "o"
+(ours) or "l" (the library's). A shape takes the entry of the nearest point, in logarithms
 (csrc/ops/gemm/gemm_rule.h). Nothing is measured in a run, so results are the same in every run. A processor
-that is not in the file takes the library's, until `python -m pyruntime tune` has measured the shapes of a
-model.
+that is not in the file uses the library until `python -m pyruntime tune` has measured a model's shapes.
 """
 
 from __future__ import annotations
@@ -19,32 +18,33 @@ from pyruntime.comm.core import _C
 
 FILE = Path(__file__).parent / "gemm_tables.json"
 PRODUCTS = ("forward", "dX", "dW")
-"""Of x [rows, k] and a weight [n, k]: x W^T, dY W, dY^T x."""
+"""Products of x [rows, k] and a weight [n, k]: x W^T, dY W, dY^T x."""
 OURS, LIBRARY = "o", "l"
 
 
 @dataclass(frozen=True)
 class GemmTable:
-    """`ours` holds (product, rows, k, n) of the points where ours is taken."""
+    """The choice between both GEMMs on a grid of shapes, for one processor."""
 
     rows: tuple[int, ...]
     features: tuple[int, ...]
     ours: frozenset[tuple[str, int, int, int]] = frozenset()
+    """Points that use our GEMM: (product, rows, k, n)."""
     date: str = ""
-    """Of the measurement; empty: this processor is not in the file."""
+    """Date of the measurement; empty: this processor is not in the file."""
     tuned: int = 0
-    """Points that `tune` has measured."""
+    """Number of points that `tune` has measured."""
 
     def points(self) -> list[tuple[int, int, int]]:
-        """(rows, k, n) of all points, as the core orders them."""
+        """Returns (rows, k, n) of all points, in the C++ core's order."""
         return list(pairs_of(self.rows, self.features, self.features))
 
     def nearest(self, rows: int, k: int, n: int) -> tuple[int, int, int]:
-        """The point whose class that shape is in."""
+        """Returns the point that the shape belongs to."""
         return _nearest(self.rows, rows), _nearest(self.features, k), _nearest(self.features, n)
 
     def describe(self) -> str:
-        """For a report, in one line."""
+        """Describes the table in one line, for a report."""
         if not _C.has_own_gemm():
             return "the library's (ours needs AVX512-BF16 without AMX)"
         points = len(PRODUCTS) * len(self.points())
@@ -55,7 +55,7 @@ class GemmTable:
 
 
 def read(processor: str | None = None, file: Path = FILE) -> GemmTable:
-    """The table of a processor, by default this one; without points of ours where it is not in the file."""
+    """Returns the table of a processor, by default this one. If it is not in the file, no point is ours."""
     document = json.loads(file.read_text(encoding="utf-8"))
     rows, features = tuple(document["rows"]), tuple(document["features"])
     held = document["processors"].get(_C.processor_key() if processor is None else processor)
@@ -73,7 +73,7 @@ def read(processor: str | None = None, file: Path = FILE) -> GemmTable:
 
 
 def write(table: GemmTable, processor: str, file: Path = FILE) -> None:
-    """Puts the table of a processor into the file, beside those of others."""
+    """Writes the table of a processor into the file, and keeps those of other processors."""
     document = json.loads(file.read_text(encoding="utf-8"))
 
     def line(product: str, m: int, k: int) -> str:
@@ -89,7 +89,7 @@ def write(table: GemmTable, processor: str, file: Path = FILE) -> None:
 
 
 def use(table: GemmTable) -> None:
-    """From now on products of this process go by that table."""
+    """Makes this process choose by that table from now on."""
     is_ours = [[(product, *point) in table.ours for point in table.points()] for product in PRODUCTS]
     _C.use_gemm_table(list(table.rows), list(table.features), is_ours)
 

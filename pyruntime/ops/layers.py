@@ -1,12 +1,12 @@
-"""The fused layer kernels: norms, SwiGLU, rotary embedding, cross-entropy and the optimizer's passes.
+"""Fused layer kernels: norms, SwiGLU, rotary embedding, cross-entropy and the optimizer's passes.
 
 Each is a torch op of namespace `pyruntime` (csrc/cpu/layers): a vectorised C++ kernel on CPU, a composite of
 ATen ops on every other device, differentiable, and traceable by `torch.compile(fullgraph=True)`. On CUDA with
-the kernels built (`make cuda`), SwiGLU, rotary embedding and the cross-entropy's passes over the logits are a
-launch each (csrc/cuda/portable), but for float64; without them they are the composites. Inputs are float32,
-bfloat16, float16 or float64; arithmetic and statistics are float32 (float64 for float64), and a result is
-bitwise the same whatever the number of threads. Bad arguments raise ValueError (shapes, values), TypeError
-(dtypes) or IndexError (labels) with what was found and what is needed.
+the kernels built (`make cuda`), SwiGLU, rotary embedding and the cross-entropy's passes over the logits are
+one launch each (csrc/cuda/portable), except for float64. Inputs are float32, bfloat16, float16 or float64;
+arithmetic and statistics are float32 (float64 for float64). Results have the same bits for any number of
+threads. Bad arguments raise ValueError (shapes, values), TypeError (dtypes) or IndexError (labels); the
+message says what was found and what is needed.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _ops = torch.ops.pyruntime
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, eq. 4).
 
-    x [..., D], weight [D] of the dtype of x -> [..., D]. The backward keeps x, weight and one float a row.
+    x [..., D], weight [D] in x's dtype; returns [..., D]. The backward keeps x, weight and one float a row.
     """
     return _ops.rms_norm(x, weight, eps)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`summed = x + residual` and `rms_norm(summed, weight, eps)` in one pass.
+    """Computes `summed = x + residual` and `normed = rms_norm(summed, weight, eps)` in one pass.
 
-    x and residual [..., D], weight [D], all of one dtype -> (normed [..., D], summed [..., D]). Gradients
-    flow through both. The statistics are those of `summed` as it is stored, that is after rounding.
+    x and residual [..., D], weight [D], all of one dtype; returns (normed [..., D], summed [..., D]).
+    Gradients flow through both. The statistics are those of `summed` after rounding.
     """
     normed, summed, _ = _ops.add_rms_norm(x, residual, weight, eps)
     return normed, summed
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer 2020, eq. 6): gate_up [..., 2F] = [gate | up] -> [..., F].
+    """silu(gate) * up [..., F] of gate_up [..., 2F] = [gate | up] (Shazeer 2020, eq. 6).
 
-    The backward keeps gate_up alone.
+    The backward keeps only gate_up.
     """
     return _ops.swiglu(gate_up)
 
@@ -63,24 +63,24 @@ def apply_rope_qkv(
 
     Hugging Face's half-rotated convention: a head [a | b] becomes [a cos - b sin | b cos + a sin].
     qkv [batch * seq, (num_heads + 2 * num_kv_heads) * hd], each row [q heads | k heads | v heads];
-    cos, sin [seq or more, hd] in float32 (float64 for float64 qkv), not differentiated
-    -> q [batch, num_heads, seq, hd], k and v [batch, num_kv_heads, seq, hd], transposed views of contiguous
-    [batch, seq, heads, hd] tensors, as torch's CPU flash attention takes them. The backward keeps only
-    cos and sin.
+    cos, sin [seq or more, hd] in float32 (float64 for float64 qkv), not differentiated.
+    Returns q [batch, num_heads, seq, hd], k and v [batch, num_kv_heads, seq, hd]: transposed views of
+    contiguous [batch, seq, heads, hd] tensors, which torch's CPU flash attention takes. The backward keeps
+    only cos and sin.
 
-    `overwrite_qkv` lets q and k be rotated where they lie: all three may then be views of qkv, which nothing
-    else may read afterwards. Raises ValueError where qkv is a leaf that requires a gradient.
+    overwrite_qkv: rotates q and k in place; all three may then be views of qkv, which nothing else may read
+    afterwards. Raises ValueError if qkv is a leaf that requires a gradient.
     """
     return _ops.apply_rope_qkv(qkv, cos, sin, batch, seq, num_heads, num_kv_heads, overwrite_qkv)
 
 
 def cross_entropy_stats(logits: Tensor, labels: Tensor, vocab_start: int) -> Tensor:
-    """What one shard of the vocabulary contributes to a cross-entropy.
+    """Returns the statistics of one vocabulary shard for a cross-entropy.
 
     logits [M, V_r] are columns vocab_start .. vocab_start + V_r of the vocabulary; labels [M] int64 count
     from the vocabulary's start.
-    -> [M, 3] float32: the row's maximum, the sum of exp(logit - maximum), and the label's logit, 0 where the
-    label lies in another shard. Columns of -inf are allowed. Carries no gradient: `cross_entropy_loss` does.
+    Returns [M, 3] float32: a row's maximum, its sum of exp(logit - maximum), and its label's logit, 0 if the
+    label is in another shard. Columns of -inf are allowed. No gradient: `cross_entropy_loss` has it.
     """
     return _ops.cross_entropy_stats(logits, labels, vocab_start)
 
@@ -95,16 +95,16 @@ def cross_entropy_loss(
     ignore_index: int = -100,
     overwrite_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of every row from the statistics of all shards; with its log-sum-exp differentiable in this
-    shard's logits.
+    """Returns loss and log-sum-exp of every row, from the statistics of all shards.
 
-    stats [shards, M, 3] is `cross_entropy_stats` of every shard in rank order; vocab_size counts the whole
-    vocabulary.
-    -> (loss [M], log-sum-exp [M]) in float32; a row labelled `ignore_index` has loss and gradient 0.
+    stats [shards, M, 3] is `cross_entropy_stats` of every shard in rank order; vocab_size is the size of the
+    whole vocabulary.
+    Returns (loss [M], log-sum-exp [M]) in float32, both differentiable in this shard's logits. The loss of a
+    row labelled `ignore_index` is 0, and so is its gradient.
 
-    The backward recomputes the softmax from the logits. `overwrite_logits` lets it put their gradient into
-    the logits' own memory; a second backward, or any other use of the logits in a backward, is then refused
-    by autograd. Raises IndexError for a label outside the vocabulary (on CPU; elsewhere the device asserts).
+    The backward recomputes the softmax from the logits. overwrite_logits: it writes their gradient into the
+    logits' memory; autograd then refuses a second backward, and any other use of the logits in a backward.
+    Raises IndexError for a label outside the vocabulary (on CPU; elsewhere the device asserts).
     """
     return _ops.cross_entropy_loss(
         logits, labels, stats, vocab_start, vocab_size, ignore_index, overwrite_logits
@@ -130,21 +130,21 @@ def adamw_(
 ) -> None:
     """One step of AdamW (Loshchilov and Hutter 2019, algorithm 2) on all parameters, in place.
 
-    params and grads may be of any of the dtypes, also different ones; exp_avg and exp_avg_sq are float32.
-    `masters` is empty or holds for each parameter its float32 master copy, or an empty tensor where it has
-    none (a float32 parameter is its own); a low-precision parameter becomes its rounded master. weight_decay
-    is decoupled, one for all or one for each parameter. grads are multiplied by grad_scale (a clip
-    coefficient) on the way; where that is NaN, nothing is updated. step counts from 1. Gradients that are not
-    finite are the caller's to keep out. On CUDA with the kernels built (`make cuda`) all tensors of one dtype
-    are updated by a launch for every 48, and the host does not wait; without them by ATen's operations.
+    params and grads may have any of the dtypes, also different ones; exp_avg and exp_avg_sq are float32.
+    `masters` is empty, or has each parameter's float32 master copy (an empty tensor for a parameter without
+    one: float32 needs none); a low-precision parameter becomes its rounded master. weight_decay is decoupled,
+    one for all or one for each parameter. grads are multiplied by grad_scale (a clip coefficient); if that is
+    NaN, nothing is updated. step counts from 1. The caller must keep out gradients that are not finite.
+    On devices with the kernels built (`make cuda`) one launch updates up to 48 tensors of one dtype, and the
+    host does not wait; without them ATen's operations do it.
 
-    rounding: empty, or for each parameter (seed, index of its first element): bfloat16 parameters, which then
-    have no masters, are rounded at random, up or down so that the mean is exact, by a generator that gives
-    each (seed, index) one number. On the CPU.
+    rounding: empty, or (seed, index of its first element) for each parameter. bfloat16 parameters, which then
+    have no masters, are rounded up or down at random so that the mean is exact. The generator gives one
+    number for each (seed, index), the same on every device.
     """
     decay = list(weight_decay) if isinstance(weight_decay, Sequence) else [weight_decay] * len(params)
     if isinstance(grad_scale, float | int):
-        # Filled where it is used: a copy from the host would wait for a device.
+        # Filled on the device: a copy from the host would wait for it.
         device = params[0].device if params else "cpu"
         scale = torch.full((), float(grad_scale), dtype=torch.float64, device=device)
         grad_scale = None if grad_scale == 1 else scale
@@ -186,12 +186,12 @@ def adamw_ahead_(
     earlier_lr: float = 0.0,
     rounding: Sequence[tuple[int, int]] = (),
 ) -> None:
-    """Writes into `ahead` what `adamw_` would make of the parameters, bit by bit, and leaves these, their
-    moments and masters as they are, for a step that may not count (Qi et al. 2023, arXiv 2401.10241). On the
-    CPU; other arguments as of `adamw_`.
+    """Writes into `ahead`, bitwise, the parameters that `adamw_` would make, for a step that may be dropped
+    (Qi et al. 2023, arXiv 2401.10241). Parameters, moments and masters stay unchanged. Other arguments as in
+    `adamw_`.
 
-    earlier_grads: of the step before, which was taken ahead with `earlier_lr`, counts, and has not reached
-    moments and masters yet: they take it up first, in the same pass. Of parameters with masters.
+    earlier_grads: gradients of the step before, if it was computed ahead with `earlier_lr` and is kept. The
+    same pass first applies them to moments and masters. Only for parameters with masters.
     """
     _ops.adamw_ahead_(
         ahead,
@@ -215,26 +215,25 @@ def adamw_ahead_(
 
 
 def random_rounding(name: str, step: int, first: int = 0) -> tuple[int, int]:
-    """What `adamw_` rounds a parameter by: the same for the same name, step and index of its first element,
-    whichever data-parallel rank holds it."""
+    """Returns `rounding` of `adamw_` for a parameter. It depends only on the name, the step and the index of
+    the first element, not on the data-parallel rank that holds it."""
     return zlib.crc32(f"{name}/{step}".encode()), first
 
 
 @torch.no_grad()
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device | str = "cpu") -> Tensor:
-    """The sum of the squares of every element of all tensors -> float64 scalar; 0 on `device` where there are
-    none."""
+    """Returns the sum of the squares of all elements, a float64 scalar; 0 on `device` for no tensors."""
     return _ops.sum_of_squares(tensors) if tensors else torch.zeros((), dtype=torch.float64, device=device)
 
 
 @torch.no_grad()
 def add_(sum: Tensor, other: Tensor) -> None:
-    """sum += other, of one shape, each of any floating dtype: added in float32 (float64 for float64) and
-    rounded once, as torch adds. Raises ValueError where the shapes differ."""
+    """sum += other, two tensors of one shape and any floating dtypes: added in float32 (float64 for float64)
+    and rounded once, as torch adds. Raises ValueError if the shapes differ."""
     _ops.add_(sum, other)
 
 
-# ---- fake kernels: the shapes, dtypes and strides of the results, for torch.compile and friends ----
+# ---- fake kernels: shapes, dtypes and strides of the results, for torch.compile ----
 
 
 def _heads(x: Tensor, batch: int, seq: int, heads: int, head_dim: int) -> Tensor:

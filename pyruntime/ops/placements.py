@@ -1,14 +1,14 @@
-"""A type check of the training graph: over each axis of ranks every tensor is
+"""Type-checks the training graph: over each axis of ranks every tensor has a placement.
 
     replicated   the same on every rank
-    sharded      each rank's own: rows of activations, a piece of a weight
-    partial      each rank's term of a sum that nobody has taken yet
+    sharded      each rank's own: rows of activations, a shard of a weight
+    partial      each rank's term of a sum that has not been taken yet
 
-`OPS` says what the operators that exchange something make of it; what all others make follows from their
-operands. `PlacementCheck` follows tensors through forward passes and raises where one is used as what it is
-not. The rule about gradients is that of JAX's shard_map (`check_vma`): a replicated tensor that meets a
-sharded one has a gradient of each rank's own operands, a partial one, so it must go through `replicate_grad`
-first, whose backward takes the sum.
+`OPS` has the result's placement for each communicating operator; all other results follow from their
+operands. `PlacementCheck` follows tensors through forward passes and raises if one is used against its
+placement. The rule about gradients is that of JAX's shard_map (`check_vma`): if a replicated tensor meets a
+sharded one, its gradient depends on each rank's own operands and is partial. So it must first go through
+`replicate_grad`, whose backward takes the sum.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Placement: TypeAlias = Literal["replicated", "sharded", "partial"]
 
 
 class PlacementError(RuntimeError):
-    """A tensor is used as what it is not over some axis."""
+    """Raised if a tensor is used against its placement over an axis."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Of an operator: `result` over the axis of its group, None: as its operands have it. sums: it takes the
-    sum of partial operands. like: the result is placed as that argument is. Its backward sums the gradients
-    of replicated operands itself, or they have none."""
+    """An operator's rule. result: placement over the axis of its group; None: that of its operands. sums: it
+    takes the sum of partial operands. like: index of the argument whose placement the result has. The
+    operator's backward sums the gradients of replicated operands, or they have none."""
 
     result: Placement | None = None
     sums: bool = False
@@ -41,8 +41,8 @@ class Rule:
 
 
 OPS: Mapping[str, Rule] = {
-    "all_gather": Rule("sharded"),  # alike, but its backward sums what every rank makes of it
-    "all_gather_stats": Rule("replicated", sums=True),  # all terms
+    "all_gather": Rule("sharded"),  # the values are replicated, but its backward sums each rank's gradient
+    "all_gather_stats": Rule("replicated", sums=True),  # gathers all terms
     "all_reduce": Rule("replicated", sums=True),
     "reduce_scatter": Rule("sharded", sums=True),
     "replicate_grad": Rule("sharded"),
@@ -51,10 +51,10 @@ OPS: Mapping[str, Rule] = {
     "matmul_all_reduce": Rule("replicated"),
     "replicated_matmul": Rule("sharded"),
     **dict.fromkeys(("begin_column", "end_column", "begin_row", "end_row", "share_weight"), Rule("sharded")),
-    # Statistics of the whole vocabulary make of a rank's logits the loss that every rank has.
+    # With statistics of the whole vocabulary, a rank's own logits give the same loss on every rank.
     "cross_entropy_loss": Rule(like=2),
 }
-"""By name in torch.ops.pyruntime."""
+"""Rules by name in torch.ops.pyruntime."""
 
 _MOVES = {
     *("__get__", "__getitem__", "clone", "contiguous", "detach", "detach_", "double", "expand", "flatten"),
@@ -67,16 +67,18 @@ _TOGETHER = {
 }
 _PRODUCTS = {"mul", "__mul__", "__rmul__", "__imul__", "mul_"}
 _QUOTIENTS = {"div", "__div__", "__truediv__", "true_divide", "div_", "__itruediv__"}
-"""What of functions may be done with partial sums: names of torch's, methods and operators."""
+"""Functions of torch, methods and operators that may take partial sums, by name."""
 
 
 class PlacementCheck(TorchFunctionMode):
-    """Within it every function of torch that makes tensors is checked. axes: by name, the groups over which
-    they are. Parameters and what comes from outside are told by `mark`; what requires a gradient and is not
-    told is sharded over all axes, as activations of other stages are, and what does not is replicated.
+    """Checks every function of torch that makes tensors within this context.
 
-    Raises PlacementError where a replicated tensor that requires a gradient meets a sharded one, where a
-    partial one is used other than in a sum, and from `expect`."""
+    axes: the groups of each axis, by its name. `mark` gives the placements of parameters and inputs. Without
+    a mark, a tensor that requires a gradient is sharded over all axes, as activations of other stages are;
+    any other is replicated.
+
+    Raises PlacementError if a replicated tensor that requires a gradient meets a sharded one, or if a partial
+    one is used other than in a sum; also from `expect`."""
 
     def __init__(self, axes: Mapping[str, Collection[str]]):
         super().__init__()
@@ -85,7 +87,7 @@ class PlacementCheck(TorchFunctionMode):
         self._names = WeakTensorKeyDictionary()
 
     def mark(self, tensor: Tensor, name: str = "", **placements: Placement) -> None:
-        """By axis; replicated over those that are not named."""
+        """Sets a tensor's placement by axis; it is replicated over axes that are not named."""
         self._found[tensor] = {axis: placements.get(axis, "replicated") for axis in self._axes}
         if name:
             self._names[tensor] = name
@@ -93,8 +95,8 @@ class PlacementCheck(TorchFunctionMode):
     def mark_parameters(
         self, model: nn.Module, tp: str, summed: Mapping[str, Collection[nn.Parameter]]
     ) -> None:
-        """By their layouts over the axis `tp`. summed: by axis, those whose gradients are summed over it
-        after the backward pass; to the graph they are each rank's own."""
+        """Marks parameters by their layouts over the axis `tp`. summed: by axis, the parameters whose
+        gradients are summed over it after the backward pass; in the graph they count as sharded."""
         own = {axis: {id(parameter) for parameter in parameters} for axis, parameters in summed.items()}
         for name, parameter in model.named_parameters():
             layout = getattr(parameter, "tp_layout", None)
@@ -106,10 +108,10 @@ class PlacementCheck(TorchFunctionMode):
             self.mark(parameter, name, **placements)
 
     def expect(self, tensor: Tensor, name: str, **placements: Placement) -> None:
-        """Raises PlacementError unless the tensor is placed so."""
+        """Raises PlacementError unless the tensor has these placements."""
         for axis, wanted in placements.items():
             if axis in self._axes and (found := self.of(tensor, axis)) != wanted:
-                raise PlacementError(f"{name} is {found} over the axis {axis}, and must be {wanted} there.")
+                raise PlacementError(f"{name} is {found} over the axis {axis}, but must be {wanted} there.")
 
     def of(self, tensor: Tensor, axis: str) -> Placement:
         known = self._found.get(tensor)
@@ -122,7 +124,7 @@ class PlacementCheck(TorchFunctionMode):
         result = func(*args, **kwargs)
         results, operands = list(_tensors([result])), list(_tensors([*args, *kwargs.values()]))
         if not results or not any(each in self._found for each in operands):
-            return result  # a number for the log, backward(): no part of the graph
+            return result  # not part of the graph: a number for the log, or backward()
         name = getattr(func, "__name__", "")
         groups = {each for each in [*args, *kwargs.values()] if isinstance(each, str)}
         is_ours = str(getattr(func, "_qualified_op_name", "")).startswith("pyruntime::")
@@ -139,7 +141,7 @@ class PlacementCheck(TorchFunctionMode):
         return result
 
     def _name_of(self, name: str, operands: Sequence[Tensor]) -> str:
-        """What the function made of parameters alone is called in errors."""
+        """Returns a name for errors if the result is made only from parameters; else an empty string."""
         names = [self._names[each] for each in operands if each in self._names]
         if not names or len(names) < len(operands) or not (name in _MOVES or name in _TOGETHER):
             return ""
@@ -155,7 +157,7 @@ class PlacementCheck(TorchFunctionMode):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Placement:
-        """What the function makes over that axis of its operands. exchanges: it is an exchange over it."""
+        """Returns the result's placement over an axis. exchanges: the function communicates over it."""
         found = [self.of(each, axis) for each in operands]
         if rule is not None and rule.like is not None:
             return self.of(args[rule.like], axis)
@@ -177,7 +179,7 @@ class PlacementCheck(TorchFunctionMode):
         found: Sequence[Placement],
         args: Sequence[Any],
     ) -> Placement:
-        """Raises PlacementError unless the function is linear in what is partial."""
+        """Returns "partial"; raises PlacementError unless the function is linear in its partial operands."""
         partial, others = found.count("partial"), set(found) - {"partial"}
         is_first = isinstance(args[0], Tensor) and self.of(args[0], axis) == "partial"
         alone = partial == 1 and others <= {"replicated"}
@@ -190,9 +192,9 @@ class PlacementCheck(TorchFunctionMode):
             return "partial"
         shapes = ", ".join(self._text(each, placed) for each, placed in zip(operands, found, strict=True))
         raise PlacementError(
-            f"{name} was given {shapes}, over the axis {axis}: of what is partial each rank has a term of a "
-            "sum that has not been taken, and only sums, and products with what is replicated, may come "
-            "before it; all_reduce or reduce_scatter it first."
+            f"{name} was given {shapes}, over the axis {axis}: a partial tensor is each rank's term of a sum "
+            "that has not been taken, and only sums, and products with replicated tensors, may use it; "
+            "all_reduce or reduce_scatter it first."
         )
 
     def _check_gradients(
@@ -201,9 +203,9 @@ class PlacementCheck(TorchFunctionMode):
         for each, placed in zip(operands, found, strict=True):
             if placed == "replicated" and each.requires_grad:
                 raise PlacementError(
-                    f"{name} was given {self._text(each, placed)}, with operands that are each rank's own "
-                    f"over the axis {axis}: its gradient would be partial, and is used as if it were "
-                    "replicated; pass it through replicate_grad, whose backward sums over the ranks."
+                    f"{name} was given {self._text(each, placed)}, with operands that are sharded over the "
+                    f"axis {axis}: its gradient would be partial, but is used as if it were replicated; pass "
+                    "it through replicate_grad, whose backward sums over the ranks."
                 )
 
     def _text(self, tensor: Tensor, placed: Placement) -> str:
@@ -219,6 +221,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _sums_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a sum is over the first dimension, the one that is cut, or all."""
+    """Whether a sum is over all dimensions or the first, which is the one that is cut."""
     dims = args[0] if args else kwargs.get("dim")
     return dims is None or 0 in (dims if isinstance(dims, list | tuple) else [dims])

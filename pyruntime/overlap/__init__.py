@@ -1,4 +1,4 @@
-"""Which communication was hidden behind what: the ledger, and what follows from it."""
+"""The ledger: records a rank's computing, waiting and reading, and reports what communication was hidden."""
 
 from pyruntime.overlap.account import Account, AxisCost, Entry, EntryKind, Hidden, account, table, total
 from pyruntime.overlap.page import write_page

@@ -1,14 +1,15 @@
-"""What follows from the entries of a ledger: where a rank's time went, and behind what its bytes were hidden.
+"""Accounts of a rank's time: how it was spent, and which operators hid the transfers.
 
-Pure functions; nothing here asks the C++ core, a process group or a clock.
+These are pure functions of a ledger's entries; they need no C++ core, process group or clock.
 
-The time of the thread that computes is cut into five parts that close: waiting for peers (by axis), copying,
-summing, computing (inside an operator of torch or of ours, less the first three) and the rest (Python, and
-what else happens between operators).
+The computing thread's time has five parts, which add up: waiting for peers (by axis), copying, summing,
+computing and the rest. Computing is time inside an operator of torch or of ours, less the first three. The
+rest is Python, and all else between operators. On a device its stream stands in place of the thread, and in
+the rest it has nothing to do.
 
-A chunk that is read was on its way from the moment its op began on this rank until it was asked for and
-there. It was exposed for as long as this rank waited meanwhile, for it or for another, and hidden the rest of
-that time, behind the operators that this rank computed then.
+A chunk is under way from the moment its op began on this rank until it was requested and had arrived. While
+the rank waited in that time, for this chunk or another, the chunk was exposed. The rest of that time it was
+hidden behind the operators that the rank computed.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 NOTHING = "nothing of torch"
-"""Behind what bytes were hidden while the rank was between operators."""
+"""Stands for an operator where bytes were hidden while the rank was between operators."""
 
 
 class EntryKind(enum.IntEnum):
-    """As csrc/core/ledger/ledger.h numbers them."""
+    """Kinds of entries, with the numbers of csrc/core/ledger/ledger.h."""
 
     OP = 0
     WAIT = 1
@@ -38,7 +39,7 @@ class EntryKind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing that a rank did. Times are seconds of one monotonic clock of its host."""
+    """An operator, wait, copy, sum or transfer of a rank. Times are seconds of its host's monotonic clock."""
 
     kind: EntryKind
     axis: str
@@ -46,22 +47,22 @@ class Entry:
     name: str
     """The operator."""
     layer: str
-    """Path of the module whose operator it belongs to; empty: of none."""
+    """Path of the module whose operator it belongs to; empty: none."""
     peer: int
-    """Rank of the process group; -1: several, or none."""
+    """Rank of the process group; -1: several or none."""
     thread: int
     bytes: int
     begin: float
     wanted: float
-    """READ: when a thread asked for the bytes."""
+    """READ: when a thread requested the bytes."""
     end: float
     sender: int = -1
-    """READ: the rank of the process group that the bytes came from last, on another host; -1: this rank did
-    not receive them itself."""
+    """READ: the rank of the process group, on another host, that sent the bytes to this rank; -1: this rank
+    did not receive them itself."""
     left: float = 0.0
-    """READ: when they left the sender, by its host's clock; 0 without one."""
+    """READ: when they left the sender, by its host's clock; 0 without a sender."""
     arrived: float = 0.0
-    """READ: when they were all on this rank; 0 without a sender."""
+    """READ: when they had all arrived on this rank; 0 without a sender."""
 
     @property
     def seconds(self) -> float:
@@ -70,26 +71,26 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class AxisCost:
-    """What one axis has cost a rank."""
+    """A rank's bytes and exposed time over one axis."""
 
     bytes_read: int
     bytes_sent: int
-    """To other hosts; ranks of one host read each other's memory. Of checkpoints: to the disk, and
-    `bytes_read` from it."""
+    """Bytes sent to other hosts; ranks of one host read each other's memory. For checkpoints: written to the
+    disk, and `bytes_read` from it."""
     chunks: int
     hidden_bytes: float
     exposed_s: float
-    """Seconds in which the thread that computes waited for peers."""
+    """Seconds in which the computing thread waited for peers."""
 
     @property
     def hidden(self) -> float:
-        """Share of the bytes read."""
+        """Hidden share of the bytes read."""
         return self.hidden_bytes / self.bytes_read if self.bytes_read else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """The bytes that one operator of a layer has read over one axis."""
+    """The bytes that one operator of a layer read over one axis."""
 
     axis: str
     layer: str
@@ -98,12 +99,12 @@ class Hidden:
     hidden_bytes: float
     exposed_s: float
     behind: dict[str, float]
-    """Bytes by what was computed while they were on their way, the most first: "layer: operator"."""
+    """Hidden bytes by the operator that hid them ("layer: operator"), the most first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """Where the seconds of a stretch of time went on one rank. The parts add up to `seconds`."""
+    """A rank's time over a period, by parts that add up to `seconds`."""
 
     seconds: float
     computing_s: float
@@ -114,7 +115,7 @@ class Account:
     lines: tuple[Hidden, ...]
     """Most exposed first, then by bytes."""
     lost: int = 0
-    """Entries for which the ledger had no room: above 0 nothing here is complete."""
+    """Entries for which the ledger had no room: above 0 all figures are incomplete."""
 
     @property
     def exposed_s(self) -> float:
@@ -122,16 +123,16 @@ class Account:
 
 
 def account(entries: Sequence[Entry], begin: float, end: float, thread: int, lost: int = 0) -> Account:
-    """The account of what `thread` did from `begin` to `end`, seconds of the entries' clock.
+    """Returns the account of `thread` from `begin` to `end`, in seconds of the entries' clock.
 
-    What other threads have waited or computed is left out; what they have read and sent counts."""
+    Waits and operators of other threads are left out; their reads and sends count."""
     own = [entry for entry in entries if entry.thread == thread]
     ops = sorted((e for e in own if e.kind is EntryKind.OP), key=lambda entry: entry.begin)
     spent = [entry for entry in own if entry.kind in (EntryKind.WAIT, EntryKind.COPY, EntryKind.SUM)]
     copying = sum(entry.seconds for entry in spent if entry.kind is EntryKind.COPY)
     summing = sum(entry.seconds for entry in spent if entry.kind is EntryKind.SUM)
     waits = ThreadTimeline([entry for entry in spent if entry.kind is EntryKind.WAIT])
-    computed = ThreadTimeline(_without(ops, waits))
+    computed = ThreadTimeline(without(ops, waits))
     moving = [entry for entry in spent if entry.kind is not EntryKind.WAIT]
     computing = sum(op.seconds for op in computed.entries) - sum(
         computed.covered(entry.begin, entry.end) for entry in moving
@@ -143,29 +144,29 @@ def account(entries: Sequence[Entry], begin: float, end: float, thread: int, los
     return Account(total, computing, copying, summing, rest, axes, lines, lost)
 
 
-def _without(ops: Sequence[Entry], waits: ThreadTimeline) -> list[Entry]:
-    """The parts of operators in which the thread did not wait."""
+def without(entries: Sequence[Entry], others: ThreadTimeline) -> list[Entry]:
+    """Returns the parts of entries outside all of `others`."""
     parts = []
-    for op in ops:
-        begin = op.begin
-        for wait in waits.between(op.begin, op.end):
-            if wait.begin > begin:
-                parts.append(dataclasses.replace(op, begin=begin, end=wait.begin))
-            begin = max(begin, wait.end)
-        if op.end > begin:
-            parts.append(dataclasses.replace(op, begin=begin))
+    for entry in entries:
+        begin = entry.begin
+        for other in others.between(entry.begin, entry.end):
+            if other.begin > begin:
+                parts.append(dataclasses.replace(entry, begin=begin, end=other.begin))
+            begin = max(begin, other.end)
+        if entry.end > begin:
+            parts.append(dataclasses.replace(entry, begin=begin))
     return parts
 
 
 class ThreadTimeline:
-    """What one thread did, one thing after the other."""
+    """Entries of one thread that do not overlap, in order."""
 
     def __init__(self, entries: Iterable[Entry]):
         self.entries = sorted(entries, key=lambda entry: entry.begin)
         self._begins = [entry.begin for entry in self.entries]
 
     def between(self, begin: float, end: float) -> Iterator[Entry]:
-        """What lasted at some moment between two times, in order."""
+        """Yields the entries that overlap the time from `begin` to `end`, in order."""
         first = max(0, bisect_right(self._begins, begin) - 1)
         for entry in itertools.islice(self.entries, first, None):
             if entry.begin >= end:
@@ -174,7 +175,7 @@ class ThreadTimeline:
                 yield entry
 
     def during(self, begin: float, end: float) -> dict[str, float]:
-        """Seconds of each operator, "layer: operator", between two times."""
+        """Returns the seconds of each operator ("layer: operator") between two times."""
         seconds: defaultdict[str, float] = defaultdict(float)
         for op in self.between(begin, end):
             name = f"{op.layer}: {op.name}" if op.layer else op.name
@@ -182,12 +183,12 @@ class ThreadTimeline:
         return dict(seconds)
 
     def covered(self, begin: float, end: float) -> float:
-        """Seconds between two times in which something lasted."""
+        """Returns the seconds between two times that entries cover."""
         return sum(self.during(begin, end).values())
 
 
 def _lines(entries: Sequence[Entry], waits: ThreadTimeline, computed: ThreadTimeline) -> list[Hidden]:
-    """By (axis, layer, operator)."""
+    """Returns one `Hidden` for each (axis, layer, operator)."""
     waited: defaultdict[tuple[str, str, str], float] = defaultdict(float)
     for wait in waits.entries:
         waited[wait.axis, wait.layer, wait.name] += wait.seconds
@@ -229,9 +230,9 @@ def _axes(entries: Sequence[Entry], lines: Sequence[Hidden]) -> dict[str, AxisCo
 
 
 def total(accounts: Sequence[Account]) -> Account:
-    """One account of several stretches of time. Raises ValueError for none."""
+    """Adds up the accounts of several periods. Raises ValueError for none."""
     if not accounts:
-        raise ValueError("There are no accounts to add up; enter at least one step.")
+        raise ValueError("There are no accounts to add up; record at least one step.")
     lines: dict[tuple[str, str, str], list[Hidden]] = defaultdict(list)
     axes: dict[str, list[AxisCost]] = defaultdict(list)
     for each in accounts:
@@ -288,8 +289,8 @@ def _most_exposed(line: Hidden) -> tuple:
 
 
 def table(account: Account, most: int = 20) -> str:
-    """The account in words, for a terminal: seconds by part, then an axis a row, then the layers that waited
-    most, `most` at most."""
+    """Returns the account as text for a terminal: seconds by part, then a row for each axis, then the layers
+    that waited most, at most `most`."""
     whole = account.seconds or 1.0
     parts = [
         ("computing", account.computing_s),
@@ -316,5 +317,5 @@ def table(account: Account, most: int = 20) -> str:
     if len(account.lines) > most:
         rows.append(f"and {len(account.lines) - most} more")
     if account.lost:
-        rows.append(f"{account.lost} entries found no room, so none of this is complete.")
+        rows.append(f"The ledger had no room for {account.lost} entries, so all figures are incomplete.")
     return "\n".join(rows)

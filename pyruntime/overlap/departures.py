@@ -1,8 +1,8 @@
-"""When the chunks that a rank read left the ranks that sent them, by one clock.
+"""Computes when chunks left their senders, by the reader's clock.
 
-Every host has a clock of its own. Of two ranks that sent each other chunks, the shortest time from leaving to
-arriving is taken to be the same both ways, as the Network Time Protocol does (RFC 5905, section 8); what it
-differs by, halved, is how far their clocks are apart. It is wrong by half of what the two really differ by.
+Every host has its own clock. For two ranks that sent each other chunks, the shortest transfer is assumed to
+take the same time in both directions, as in the Network Time Protocol (RFC 5905, section 8). Half of the
+measured difference is then the offset of their clocks. Its error is half of the true difference.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pyruntime.overlap.files import RankLedger
 
 @dataclasses.dataclass(frozen=True)
 class Departure:
-    """Of a chunk from another host."""
+    """The departure of a chunk from another host."""
 
     rank: int
-    """The rank of the run that it left last."""
+    """The rank of the run that sent it to the reader."""
     at: float
-    """Seconds of the reader's clock."""
+    """When it left, in seconds of the reader's clock."""
 
 
 def departures(ledgers: Sequence[RankLedger]) -> list[dict[int, Departure]]:
-    """For each ledger, by the index of an entry in it. What was read from ranks of the same host is not in
-    it, nor where it is not known who sent it, or how far the clocks are apart."""
+    """Returns, for each ledger, the departures by the index of the entry that read the chunk. Left out are
+    reads from ranks of the same host, and reads whose sender or clock offset is unknown."""
     ranks = {tuple(sorted(ledger.coordinate.items())): ledger.rank for ledger in ledgers}
     read = [
         [
@@ -56,7 +56,7 @@ def departures(ledgers: Sequence[RankLedger]) -> list[dict[int, Departure]]:
 
 
 def _sender(ledger: RankLedger, entry: Entry, ranks: dict[tuple, int]) -> int | None:
-    """The rank of the run that sent what was read; groups are the lines of the mesh."""
+    """Returns the rank of the run that sent the chunk of `entry`; a group is a line of the mesh."""
     if entry.sender < 0 or entry.axis not in ledger.coordinate:
         return None
     return ranks.get(tuple(sorted({**ledger.coordinate, entry.axis: entry.sender}.items())))

@@ -1,4 +1,4 @@
-"""What the ledgers of a run leave in its folder: RUN_DIR/ledger/rank-N.json, a file for each rank."""
+"""Writes and reads the ledgers of a run: RUN_DIR/ledger/rank-N.json, a file for each rank."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from pyruntime.text import short_repr
 
 FOLDER = "ledger"
 LARGEST_S, LARGEST = 1e15, 2**63
-"""Of the numbers in a file: of seconds or bytes with a fraction, and whole."""
+"""Limits on numbers in a file: on floats (seconds or bytes) and on integers."""
 Made = TypeVar("Made")
 
 
 @dataclasses.dataclass(frozen=True)
 class RankLedger:
-    """What one rank entered in a run."""
+    """One rank's ledger of a run: the summed account of several steps, and the entries of one."""
 
     rank: int
     coordinate: dict[str, int]
-    """By axis."""
+    """The rank's place in the mesh, by axis."""
     steps: int
-    """That `account` is the sum of."""
+    """Number of steps in `account`."""
     account: Account
     step: int
-    """The one that the entries are of; 0: of all."""
+    """The step that the entries belong to; 0: to all."""
     begin: float
     end: float
     thread: int
-    """The one that computes."""
+    """The computing thread."""
     entries: tuple[Entry, ...]
-    """Where the step has saved a checkpoint, those of that, too, after `end`."""
+    """If a checkpoint was saved after the step, its entries follow, after `end`."""
     saves: int = 0
+    """Number of checkpoints in `saved`."""
     saved: Account | None = None
-    """The sum of what saving as many checkpoints took."""
+    """The summed account of saving them."""
 
     def text(self) -> str:
-        """As JSON."""
+        """Returns the ledger as JSON."""
         plain = ("rank", "coordinate", "steps", "step", "begin", "end", "thread", "saves")
         document = {
             **{name: getattr(self, name) for name in plain},
@@ -54,10 +55,10 @@ class RankLedger:
         return json.dumps(document)
 
     def write(self, run_dir: Path) -> None:
-        """Raises OSError where the folder cannot be written."""
+        """Writes RUN_DIR/ledger/rank-N.json. Raises OSError if that is not possible."""
         folder = run_dir / FOLDER
         folder.mkdir(exist_ok=True)
-        # Renamed: who reads while a run is killed finds the file whole or not at all.
+        # Renamed, so that the file is complete or absent if the run is killed.
         path = folder / f"rank-{self.rank}.json"
         new = path.with_suffix(".new")
         new.write_text(self.text(), encoding="utf-8")
@@ -65,23 +66,23 @@ class RankLedger:
 
 
 def read(run_dir: Path) -> list[RankLedger]:
-    """The ledgers of a run in the order of ranks; none where it kept none.
+    """Returns the ledgers of a run in rank order; [] if it has none.
 
-    Raises ValueError where a file does not hold one, or the files are not of one run."""
+    Raises ValueError if a file is no ledger, or if the files are not from one run."""
     found = {path: _read(path) for path in _paths(run_dir)}
     axes = {path: list(ledger.coordinate) for path, ledger in found.items()}
     for path in found:
         first = min(found)
         if axes[path] != axes[first]:
             raise ValueError(
-                f"{path} has the axes {short_repr(axes[path])} and {first.name} beside it "
-                f"{short_repr(axes[first])}; they are not of one run."
+                f"{path} has the axes {short_repr(axes[path])}, but {first.name} beside it has "
+                f"{short_repr(axes[first])}; they are not from one run."
             )
     return sorted(found.values(), key=lambda ledger: ledger.rank)
 
 
 def forget(run_dir: Path) -> None:
-    """Removes what an earlier run has left in the folder. Raises OSError where it cannot."""
+    """Removes the ledgers of an earlier run from the folder. Raises OSError if that is not possible."""
     for path in _paths(run_dir):
         path.unlink()
 
@@ -94,7 +95,7 @@ def _read(path: Path) -> RankLedger:
     try:
         ledger = from_text(path.read_text(encoding="utf-8"))
         if path.name != f"rank-{ledger.rank}.json":
-            raise ValueError(f"it is that of rank {ledger.rank}")
+            raise ValueError(f"it is the ledger of rank {ledger.rank}")
         return ledger
     except (OSError, ValueError) as error:
         cause = f"{type(error).__name__} {short_repr(str(error))}"
@@ -102,7 +103,7 @@ def _read(path: Path) -> RankLedger:
 
 
 def from_text(text: str) -> RankLedger:
-    """What RankLedger.text() gave. Raises ValueError where the text is something else."""
+    """Reads the result of RankLedger.text(). Raises ValueError for any other text."""
     try:
         document = json.loads(text)
         given, saved, fields = (document.pop(name) for name in ("account", "saved", "fields"))
@@ -117,7 +118,7 @@ def from_text(text: str) -> RankLedger:
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__} {short_repr(str(error))}") from error
     if ledger.steps < 1 or ledger.saves < (saved is not None) or ledger.end < ledger.begin:
-        raise ValueError("it counts less than one step or save, or ends before it begins")
+        raise ValueError("it has less than one step or save, or ends before it begins")
     return ledger
 
 
@@ -132,8 +133,8 @@ def _account(facts: dict[str, Any]) -> Account:
 
 
 def _made(cls: type[Made], all_facts: Iterable[dict[str, Any]]) -> tuple[Made, ...]:
-    """An instance of a dataclass from each of several facts. Raises ValueError for one of another type than
-    its field's, or too large to reckon with."""
+    """Makes an instance of a dataclass from each dict of `all_facts`. Raises ValueError for a value that has
+    another type than its field or is too large."""
     hints = typing.get_type_hints(cls)
     made = []
     for facts in all_facts:
@@ -145,7 +146,7 @@ def _made(cls: type[Made], all_facts: Iterable[dict[str, Any]]) -> tuple[Made, .
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value may stand in a field with that annotation; what is not finite fits none."""
+    """Whether a value fits a field with that annotation; infinity and NaN fit none."""
     if hint is float:
         return type(value) in (int, float) and abs(value) <= LARGEST_S
     if hint is int:

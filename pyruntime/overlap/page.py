@@ -1,5 +1,4 @@
-"""One page about a run, which needs nothing but a browser: a verdict, where the time went, a step's timeline,
-layers and curves."""
+"""Writes an HTML page about a run: a verdict, the parts of its time, a step's timeline, layers and curves."""
 
 from __future__ import annotations
 
@@ -24,22 +23,22 @@ DATE = "%Y-%m-%d %H:%M"
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What was predicted of a run by parts, which add up, and what was measured; None where it was not."""
+    """Predicted memory and step time of a run, in parts that add up, and the measured ones; None: unknown."""
 
     words: str = ""
-    """Why something was not predicted."""
+    """Says why something was not predicted."""
     memory: dict[str, float] | None = None
-    """Bytes of the fullest rank."""
+    """Bytes of the fullest rank, by part."""
     measured_memory: float | None = None
     step: dict[str, float] | None = None
-    """Seconds of a step."""
+    """Seconds of a step, by part."""
     measured_step: float | None = None
 
 
 def write_page(
     path: str | Path, ledger: Ledger, runtime: Runtime, *, steps: int = 1, metrics: Sequence[dict] = ()
 ) -> None:
-    """Writes the page of a loop of one's own, on rank 0. Every rank calls it, when its ledger is off:
+    """Writes the page about your own training loop, on rank 0. Every rank calls it when its ledger is off:
 
         with pyruntime.ledger() as ledger:
             for _ in range(3):
@@ -47,7 +46,7 @@ def write_page(
         write_page("report.html", ledger, runtime, steps=3)  # pyruntime.overlap.write_page
 
     Args:
-        steps: that were taken in the block; figures are means of them.
+        steps: number of steps in the block; figures are means over them.
         metrics: for tiles and curves, a dict for each step: "step", from 1, and any of "loss", "val_loss"
             (nats per token), "step_time_s", "exposed_comm_s", "tokens_per_second", "mfu", "memory_bytes".
 
@@ -56,7 +55,7 @@ def write_page(
         OSError: the file cannot be written.
     """
     if steps < 1:
-        raise ValueError(f"steps={steps}; the page is about one step or more.")
+        raise ValueError(f"steps={steps} must be at least 1.")
     found = ledger.stretch
     times = found.begin, found.end, found.thread, found.entries
     own = RankLedger(runtime.rank, runtime.coordinate._asdict(), steps, found.account(), 0, *times)
@@ -86,9 +85,11 @@ def page(
     ledgers: Sequence[RankLedger],
     plan: Prediction | None = None,
 ) -> str:
-    """The page's HTML. `facts` are lines about the run by what they say; `metrics` are those of
-    metrics.jsonl; without a `plan` nothing is said of one. Times in a timeline count from the beginning of
-    its rank's step."""
+    """Returns the page's HTML.
+
+    facts: values about the run, by their label. metrics: the records of metrics.jsonl. plan: None leaves out
+    the section about predictions. Times of a rank's timeline count from the beginning of its step.
+    """
     data = {
         "name": name,
         "verdict": verdict(ledgers, metrics),
@@ -99,13 +100,13 @@ def page(
         "ranks": [_rank(*each) for each in zip(ledgers, departures(ledgers), strict=True)],
         "places": _places(ledgers),
     }
-    # What may stand in a script element as it is.
+    # "<" is escaped, so that the text cannot end its script element.
     text = json.dumps(finite(data), allow_nan=False).replace("<", "\\u003c")
     return (files(__package__) / "page.html").read_text(encoding="utf-8").replace("__DATA__", text)
 
 
 def _places(ledgers: Sequence[RankLedger]) -> list[dict]:
-    """Means of a rank and a step."""
+    """Returns the exposed places of the page; figures are means over ranks and steps."""
     if not ledgers:
         return []
     exposed = [
@@ -146,7 +147,7 @@ def _places(ledgers: Sequence[RankLedger]) -> list[dict]:
 
 
 def _account(account: Account) -> dict:
-    """What the page shows of it beside the places."""
+    """Returns the account without its lines, which the page shows as places."""
     return dataclasses.asdict(dataclasses.replace(account, lines=()))
 
 

@@ -1,4 +1,4 @@
-"""The ledger of this rank: switched on around any code, read when it is over."""
+"""Records this rank's ledger around any code."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import functools
 import re
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pyruntime.comm.core import _C
-from pyruntime.overlap.account import Account, Entry, EntryKind, account
+from pyruntime.overlap.account import Account, Entry, EntryKind, ThreadTimeline, account, without
 
 AXES = ("tp", "cp", "pp", "dp", "checkpoint")
-"""As csrc/core/ledger/traffic.h numbers them."""
+"""Axes in the order of their numbers in csrc/core/ledger/traffic.h."""
+_CPU = torch.device("cpu")
+_TIMES = slice(7, 10)
+"""Columns of the core's rows: begin, wanted, end."""
 CAPACITY = 1 << 18
-"""Entries, of 80 bytes each: some 50 steps of a model of 32 layers."""
+"""Number of entries, of 80 bytes each: some 50 steps of a model of 32 layers."""
 
 
 def entered(
@@ -32,13 +35,13 @@ def entered(
     peer: int = -1,
     end: float | None = None,
 ) -> None:
-    """Enters what Python code has done from `begin` to `end` (None: now), seconds of time.monotonic, where a
-    ledger is on. Raises ValueError for an `axis` that is none of AXES."""
+    """Records an entry of Python code from `begin` to `end` (None: now), seconds of time.monotonic, if a
+    ledger is on. Raises ValueError for an `axis` that is not in AXES."""
     _C.ledger_enter(int(kind), axis, name, peer, size, begin, time.monotonic() if end is None else end)
 
 
 def _plain(name: str) -> str:
-    """An operator's name without what only C++ wants to know."""
+    """Returns an operator's name without C++ namespaces and templates."""
     name = name.removeprefix("autograd::engine::evaluate_function: ")
     node = re.fullmatch(r"torch::autograd::(.+)", name)
     if node is None:
@@ -49,20 +52,27 @@ def _plain(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Stretch:
-    """What one rank has entered from `begin` to `end`, seconds of time.monotonic."""
+    """The entries of one rank from `begin` to `end`, seconds of time.monotonic. Those of a device's stream
+    have points in place of times until they are `read`."""
 
     rows: Tensor
-    """As the C++ core hands them out, a row an entry."""
+    """One row for each entry, in the C++ core's columns."""
     begin: float
     end: float
     thread: int
-    """The one that computes."""
+    """The computing thread."""
     lost: int
-    """Entries for which there was no room."""
+    """Number of entries for which there was no room."""
+    device: torch.device = _CPU
+    """The CPU once the times are known."""
+
+    def read(self) -> Stretch:
+        """Returns the same with the times of all points; waits until the device has come to the last."""
+        return self if self.device.type == "cpu" else _with_times(self)
 
     @functools.cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """In the order in which they ended."""
+        """The entries in the order in which they ended."""
         names, rows = [_plain(name) for name in _C.ledger_names()], self.rows.tolist()
         return tuple(
             Entry(
@@ -84,66 +94,119 @@ class Stretch:
         )
 
     def account(self) -> Account:
-        """Where the time went, and behind what the bytes were hidden."""
+        """Returns the account of this period: the parts of its time, and what hid the bytes."""
         return account(self.entries, self.begin, self.end, self.thread, self.lost)
 
 
-class Ledger:
-    """What this rank enters while its ledger is on."""
+def _with_times(stretch: Stretch) -> Stretch:
+    """See `Stretch.read`. Entries whose points are of too long ago to be known count as lost."""
+    rows, ends = stretch.rows.clone(), [int(-stretch.begin), int(-stretch.end)]
+    is_of_host = rows[:, _TIMES.start] >= 0
+    times = rows[:, _TIMES]
+    points, places = times[times < 0].neg().long().unique(return_inverse=True)
+    found = torch.tensor(_C.stream_clock_read([*points.tolist(), *ends]), dtype=torch.float64)[:, 0]
+    times[times < 0] = found[:-2][places]
+    is_known = times.isfinite().all(1)
+    begin, end = found[-2:].tolist()
+    lost = stretch.lost + int((~is_known).sum())
+    known = Stretch(rows[is_known], begin, end, stretch.thread, lost)
+    return dataclasses.replace(known, rows=_on_one_line(known, is_of_host[is_known].tolist()))
 
-    def __init__(self, capacity: int) -> None:
+
+def _on_one_line(known: Stretch, is_of_host: Sequence[bool]) -> Tensor:
+    """Returns the rows, of which those of what the host's thread waited for, copied or summed are cut to
+    where the stream did nothing: elsewhere the thread was only ahead of it."""
+    entries, rows, thread = known.entries, list(known.rows), known.thread
+    spent = [each.thread == thread and each.kind <= EntryKind.SUM for each in entries]
+    own = [each for each, is_own, host in zip(entries, spent, is_of_host, strict=True) if is_own and not host]
+    ops = ThreadTimeline(each for each in own if each.kind is EntryKind.OP)
+    others = ThreadTimeline(each for each in own if each.kind is not EntryKind.OP)
+    kept: list[Tensor] = []
+    around: Entry | None = None
+    for index in reversed(range(len(entries))):  # an operator is entered after what happened in it
+        entry = entries[index]
+        if not (spent[index] and is_of_host[index]):
+            around = entry if spent[index] and entry.kind is EntryKind.OP else around
+            kept.append(rows[index])
+            continue
+        entry = dataclasses.replace(entry, begin=max(entry.begin, known.begin), end=min(entry.end, known.end))
+        busy = ThreadTimeline(op for op in ops.between(entry.begin, entry.end) if op is not around)
+        for part in reversed(without(without([entry], busy), others)):
+            row = rows[index].clone()
+            row[_TIMES] = torch.tensor([part.begin, part.begin, part.end], dtype=row.dtype)
+            kept.append(row)
+    return torch.stack(kept[::-1]) if kept else known.rows
+
+
+class Ledger:
+    """This rank's ledger while it is on, and the recorded `stretch` afterwards."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
         begin = time.monotonic()
         self.stretch = Stretch(torch.empty(0, 13), begin, begin, 0, 0)
-        """What was entered since the ledger was switched on, or since the last `take`; once it is off."""
-        self._thread = _C.ledger_start(capacity)
-        self._begin = time.monotonic()
+        """The entries since the ledger was switched on, or since the last `take`. Set at the end."""
+        self._device = device
+        self._thread = _C.ledger_start(capacity, str(device))
+        self._begin = self._now()
+
+    def _now(self) -> float:
+        return time.monotonic() if self._device.type == "cpu" else -float(_C.stream_clock_mark())
 
     def take(self) -> Stretch:
-        """What was entered since the ledger was switched on, or since the last `take`."""
-        begin, self._begin = self._begin, time.monotonic()
+        """Returns the entries since the ledger was switched on, or since the last `take`."""
+        begin, self._begin = self._begin, self._now()
         rows, lost = _C.ledger_take()
-        return Stretch(rows, begin, self._begin, self._thread, lost)
+        return Stretch(rows, begin, self._begin, self._thread, lost, self._device)
 
     def account(self) -> Account:
-        """The account of `stretch`."""
+        """Returns the account of `stretch`."""
         return self.stretch.account()
 
 
 @contextlib.contextmanager
-def ledger(capacity: int = CAPACITY) -> Iterator[Ledger]:
-    """Enters what this rank computes, waits for, copies, sums, reads and sends while the block runs:
+def ledger(capacity: int = CAPACITY, device: torch.device | str = "cpu") -> Iterator[Ledger]:
+    """Records what this rank computes, waits for, copies, sums, reads and sends while the block runs:
 
         with pyruntime.ledger() as ledger:
             model(x).sum().backward()
         print(table(ledger.account()))  # pyruntime.overlap.table
 
-    Ranks may switch theirs on and off independently. Tensors on the CPU only: on devices operators run after
-    the host has called them, and what is entered of them are the calls.
+    Ranks may switch their ledgers on and off independently.
 
     Args:
-        capacity: entries that there is room for; what comes after them is counted as `lost`.
+        capacity: number of entries that there is room for; later ones are counted as `lost`.
+        device: where the tensors are. For a device other than the CPU the ledger is that of its current
+            stream, by events: operators run there after the host has called them. What a fused kernel waits
+            for counts as computing.
 
     Raises:
-        RuntimeError: the ledger of this process is on already.
+        RuntimeError: the ledger of this process is already on.
     """
-    found = Ledger(capacity)
+    device = torch.device(device)
+    if device.type != "cpu":
+        _C.stream_clock_start(str(device))
     try:
-        with _layers_named():
-            yield found
+        found = Ledger(capacity, device)
+        try:
+            with _layers_named():
+                yield found
+        finally:
+            _C.ledger_stop()
+            found.stretch = found.take().read()
     finally:
-        _C.ledger_stop()
-        found.stretch = found.take()
+        if device.type != "cpu":
+            _C.stream_clock_stop()
 
 
 @contextlib.contextmanager
 def _layers_named() -> Iterator[None]:
-    """Every operator is entered under the path of the module that calls it, below the outermost module that
-    was called while the block ran.
+    """Within this context every operator is recorded under the path of the module that calls it, below the
+    outermost module that was called.
 
-    In the place of nn.Module.__call__, as torch.fx traces: a module with hooks, be they global ones, takes
-    four times as long to call."""
+    Replaces nn.Module.__call__, as torch.fx does to trace: a module with hooks, even global ones, takes four
+    times as long to call."""
     numbers: dict[int, int] = {}
-    seen: dict[int, weakref.ref] = {}  # which forget an id before another module can have it
+    seen: dict[int, weakref.ref] = {}  # forgets an id before another module can have it
     plain = nn.Module.__call__
 
     def forget(module: int, _: weakref.ref) -> None:

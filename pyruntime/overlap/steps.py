@@ -1,4 +1,4 @@
-"""The ledger of a training run: the sum of its last steps and the entries of the last, in the run folder."""
+"""Writes the ledger of a training run: the sum of its last steps, and the entries of the last one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pyruntime.overlap.files import RankLedger
 from pyruntime.overlap.record import Ledger, Stretch
 
 KEPT_STEPS = 21
-"""Of which the first is left out of the sum; some 100 kB each for a model of four layers."""
+"""Number of steps that are kept; the first is not summed. Some 100 kB each for a model of four layers."""
 
 
 class StepLedger:
-    """This rank's ledger, a stretch for each of the last steps and of their checkpoints. A run's first step
-    opens groups and makes buffers: it is left out of the sum where there are others."""
+    """This rank's ledger, with a stretch for each of the last steps and their checkpoints. The first of them
+    is left out of the sum if there are others, because a run's first step opens groups and makes buffers."""
 
     def __init__(self, ledger: Ledger):
         self._ledger = ledger
@@ -27,28 +27,29 @@ class StepLedger:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around a step, without validation and checkpoint."""
+        """Records a step; to be entered around a step without validation and checkpoint."""
         self._ledger.take()
         yield
         self._steps.append((number, self._ledger.take()))
 
     @contextlib.contextmanager
     def saving(self, number: int) -> Iterator[None]:
-        """Around the saving of a checkpoint after a step."""
+        """Records the saving of a checkpoint after step `number`; to be entered around it."""
         self._ledger.take()
         yield
         self._saves.append((number, self._ledger.take()))
 
     def write(self, run_dir: Path, runtime: Runtime) -> RankLedger | None:
-        """Keeps this rank's ledger in the run folder; None where no step was taken."""
+        """Writes this rank's ledger into the run folder and returns it; None if there was no step."""
         if not self._steps:
             return None
-        accounts = [stretch.account() for _, stretch in self._steps]
+        steps = [stretch.read() for _, stretch in self._steps]
+        accounts = [stretch.account() for stretch in steps]
         counted = accounts[1:] or accounts
-        number, last = self._steps[-1]
-        saves = [stretch for step, stretch in self._saves if step >= self._steps[0][0]]
+        number, last = self._steps[-1][0], steps[-1]
+        saves = [(step, stretch.read()) for step, stretch in self._saves if step >= self._steps[0][0]]
         entries = [*last.entries]
-        for step, stretch in self._saves:
+        for step, stretch in saves:
             entries += stretch.entries if step == number else ()
         kept = RankLedger(
             runtime.rank,
@@ -61,7 +62,7 @@ class StepLedger:
             last.thread,
             tuple(entries),
             len(saves),
-            total([stretch.account() for stretch in saves]) if saves else None,
+            total([stretch.account() for _, stretch in saves]) if saves else None,
         )
         kept.write(run_dir)
         return kept

@@ -1,4 +1,4 @@
-"""The timeline of a step in the format of chrome://tracing and Perfetto."""
+"""Converts the timeline of a step to the format of chrome://tracing and Perfetto."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ COMPUTING = "computing"
 
 
 def chrome_trace(ledgers: Sequence[RankLedger]) -> dict[str, Any]:
-    """A process for each rank; in it a row for what it computed, waited for, copied and summed, and one for
-    each axis with the chunks under way, which may overlap, and one with those that it sent to other hosts,
-    from each of which an arrow leads to where it was read. Microseconds from where each rank's step began,
-    because hosts have clocks of their own."""
+    """Returns the trace, with a process for each rank. In it, one row has computing, waiting, copying and
+    summing. Each axis has a row with the chunks under way, which may overlap, and a row with the chunks sent
+    to other hosts; an arrow leads from each to where it was read. Times are microseconds from the beginning
+    of each rank's step, because every host has its own clock."""
     events: list[dict[str, Any]] = []
     begins = {ledger.rank: ledger.begin for ledger in ledgers}
     for ledger, left in zip(ledgers, departures(ledgers), strict=True):
@@ -59,7 +59,7 @@ def _events(entry: Entry, ledger: RankLedger, number: int) -> list[dict[str, Any
 def _flow(
     entry: Entry, ledger: RankLedger, number: int, left: Departure, sender_began: float
 ) -> list[dict[str, Any]]:
-    """The chunk on the sender's row and the arrow from it to the reader's thread."""
+    """Returns the chunk on the sender's row, and the arrow from it to the reader's thread."""
     about = {"cat": entry.axis, "name": f"{entry.axis} chunk"}
     place = {"pid": left.rank, "tid": f"{entry.axis} sent", "ts": (entry.left - sender_began) * 1e6}
     row = COMPUTING if entry.thread == ledger.thread else f"thread {entry.thread}"

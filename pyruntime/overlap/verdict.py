@@ -1,4 +1,4 @@
-"""What a page about a run says first: how much of a step is exposed, where most of that is, and why.
+"""Writes the first sentence of a page about a run: the exposed share of a step, its main place and cause.
 
 Pure functions of ledgers and of lines of metrics.jsonl.
 """
@@ -16,14 +16,14 @@ from pyruntime.overlap.files import RankLedger
 from pyruntime.text import block_name
 
 LITTLE = 0.02
-"""Share of a step below which nobody asks where it is."""
+"""Exposed share of a step below which its place and cause do not matter."""
 Key = tuple[str, str, str]
 """Axis, layer and operator."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """One figure that is read from afar."""
+    """One figure, shown large at the top of the page."""
 
     label: str
     value: str
@@ -32,12 +32,12 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class LayerGroup:
-    """What the same layer of all blocks ("layers.*.qkv") cost over one axis, summed over ranks and steps."""
+    """The cost of one layer of all blocks ("layers.*.qkv") over one axis, summed over ranks and steps."""
 
     axis: str
     name: str
     lines: tuple[Hidden, ...]
-    """Of its layers and operators, most exposed first."""
+    """One for each layer and operator, most exposed first."""
 
     @property
     def exposed_s(self) -> float:
@@ -49,12 +49,12 @@ class LayerGroup:
 
     @property
     def hidden(self) -> float:
-        """Share of the bytes read."""
+        """Hidden share of the bytes read."""
         return sum(line.hidden_bytes for line in self.lines) / self.bytes if self.bytes else 1.0
 
 
 def places(lines: Sequence[Hidden]) -> list[LayerGroup]:
-    """Most exposed first."""
+    """Groups lines by axis and by layer without its block's number; the most exposed group comes first."""
     found: defaultdict[tuple[str, str], list[Hidden]] = defaultdict(list)
     for line in lines:
         found[line.axis, _place(line.layer, line.name)].append(line)
@@ -67,7 +67,7 @@ def _place(layer: str, name: str) -> str:
 
 
 def verdict(ledgers: Sequence[RankLedger], metrics: Sequence[dict]) -> str:
-    """One sentence, of the ledgers where there are any."""
+    """Returns one sentence about the run, from the ledgers or, if there are none, from the metrics."""
     if not ledgers:
         return _without_ledger(metrics)
     whole = total([ledger.account for ledger in ledgers])
@@ -83,20 +83,20 @@ def verdict(ledgers: Sequence[RankLedger], metrics: Sequence[dict]) -> str:
         how_much = "most of it" if share > 0.5 else f"the largest part ({percent(share)} of it)"
         over = f" over {most.axis}" if len(whole.axes) > 1 else ""
         said += f", {how_much} in {most.name}{over}, because {_why(most, ledgers)}"
-    return said + ("; the ledger ran full, so this is not all." if whole.lost else ".")
+    return said + ("; the ledger ran full, so this is incomplete." if whole.lost else ".")
 
 
 def _without_ledger(metrics: Sequence[dict]) -> str:
     if not metrics:
-        return "Nothing is known: there is no ledger and no step."
+        return "There is nothing to report: no ledger and no step."
     share = _exposed(metrics)
     if share is None:
-        return "How much of a step is exposed was not measured; only a ledger knows."
-    return f"{percent(share)} of a step is exposed in the rank that waits most; why only a ledger knows."
+        return "How much of a step is exposed was not measured; a ledger would show it."
+    return f"{percent(share)} of a step is exposed in the rank that waits most; a ledger would show why."
 
 
 def _exposed(metrics: Sequence[dict]) -> float | None:
-    """Share of a step; None where it was not measured."""
+    """Returns the exposed share of a step; None if it was not measured."""
     exposed, seconds = _median(metrics, "exposed_comm_s"), _median(metrics, "step_time_s")
     return exposed / seconds if exposed is not None and seconds else None
 
@@ -109,12 +109,12 @@ def _why(place: LayerGroup, ledgers: Sequence[RankLedger]) -> str:
     waited, late = lateness(place, ledgers)
     rank, seconds = max(late.items(), key=lambda item: item[1], default=(0, 0.0))
     if waited and sum(late.values()) > waited / 2:
-        who = f"rank {rank} comes" if seconds > sum(late.values()) / 2 else "ranks come"
-        return f"{who} there late ({percent(sum(late.values()), waited)} of the waiting is for that)"
+        who = f"rank {rank} arrives" if seconds > sum(late.values()) / 2 else "ranks arrive"
+        return f"{who} there late ({percent(sum(late.values()), waited)} of the waiting)"
     if place.axis == "pp":
-        return "a stage has nothing to compute until its neighbour has: the bubble of the pipeline"
+        return "a stage has nothing to compute until its neighbour sends: the bubble of the pipeline"
     if place.axis == "checkpoint":
-        return "the disk takes as long"
+        return "the disk takes that long"
     more = waited_more(place, ledgers)
     if sum(more.values()) > place.exposed_s / 2:
         rank, seconds = max(more.items(), key=lambda item: item[1])
@@ -122,14 +122,14 @@ def _why(place: LayerGroup, ledgers: Sequence[RankLedger]) -> str:
     if not place.bytes:
         return "ranks wait there for each other"
     hidden = percent(place.hidden)
-    return f"what ranks compute meanwhile is too short to hide its bytes ({hidden} of them were)"
+    return f"ranks compute too little meanwhile to hide its bytes ({hidden} of them were hidden)"
 
 
 def lateness(place: LayerGroup, ledgers: Sequence[RankLedger]) -> tuple[float, dict[int, float]]:
-    """Seconds that all ranks waited in a place in the step whose entries are kept, and how many of them, by
-    the rank that came last, before it had begun what they waited in.
+    """Returns the seconds that all ranks waited in a place, in the step whose entries are kept. The second
+    result is, by the rank that arrived last, how many of them passed before it began the same operation.
 
-    Of ranks whose clocks differ by more than a step, which are of other hosts, it is not known."""
+    If clocks differ by more than a step, the ranks are on different hosts; their lateness is not known."""
     begins = [_begins(ledger) for ledger in ledgers]
     waited, late = 0.0, defaultdict[int, float](float)
     for mine, ledger in enumerate(ledgers):
@@ -149,8 +149,8 @@ def lateness(place: LayerGroup, ledgers: Sequence[RankLedger]) -> tuple[float, d
 
 
 def waited_more(place: LayerGroup, ledgers: Sequence[RankLedger]) -> dict[int, float]:
-    """Seconds that ranks waited in a place beyond the one that waited least of those who meet there, by that
-    one: of what they do together it is the slowest."""
+    """Returns seconds by slowest rank. Of the ranks that meet in a place, the slowest is the one that waited
+    least; its seconds are how much longer the others waited, together."""
     keys = {_key(line) for line in place.lines}
     met: defaultdict[tuple, list[tuple[float, int]]] = defaultdict(list)
     for ledger in ledgers:
@@ -175,7 +175,7 @@ def _waits(place: LayerGroup, ledger: RankLedger) -> Iterator[tuple[Entry, Key]]
 
 
 def _begins(ledger: RankLedger) -> dict[Key, list[float]]:
-    """When the rank began each op that read, by what it is, in order."""
+    """Returns the times at which the rank began ops that read, in order, by axis, layer and operator."""
     found: defaultdict[Key, set[float]] = defaultdict(set)
     for entry in ledger.entries:
         if entry.kind is EntryKind.READ:
@@ -184,18 +184,18 @@ def _begins(ledger: RankLedger) -> dict[Key, list[float]]:
 
 
 def _meet(one: RankLedger, other: RankLedger, axis: str) -> bool:
-    """Whether two ranks meet over an axis, and have one clock."""
+    """Whether two ranks meet over an axis, and have the same clock."""
     places = [{**each.coordinate, axis: 0} for each in (one, other)]
     apart = abs(one.begin - other.begin)
     return one.rank != other.rank and places[0] == places[1] and apart < other.end - other.begin
 
 
 def tiles(ledgers: Sequence[RankLedger], metrics: Sequence[dict]) -> list[Tile]:
-    """Four, or fewer where little is known: medians of the steps after the first tenth, means of ledgers."""
+    """Returns at most four tiles: medians of the steps after the first tenth, and means of the ledgers."""
     found = [*_of_metrics(metrics), *(_of_ledgers(ledgers) if ledgers else ())]
     order = ("tok/s", "MFU", "of the limit", "exposed", "validation loss", "training loss")
     rank = {label: number for number, label in enumerate(order)}
-    by_label = {tile.label: tile for tile in found}  # a ledger's before that of the metrics
+    by_label = {tile.label: tile for tile in found}  # a ledger's tile replaces that of the metrics
     if "MFU" in by_label:
         by_label.pop("of the limit", None)
     return sorted(by_label.values(), key=lambda tile: rank.get(tile.label, len(order)))[:4]
@@ -240,7 +240,7 @@ def _of_ledgers(ledgers: Sequence[RankLedger]) -> Iterator[Tile]:
 
 
 def _median(metrics: Sequence[dict], name: str) -> float | None:
-    """That figure of the steps after the first tenth, and after the first, in which tiers are measured."""
+    """Returns the median of a figure over the steps after the first tenth, without the first step."""
     later = metrics[max(1, len(metrics) // 10) :] or metrics
     known = [line[name] for line in later if line.get(name) is not None]
     return statistics.median(known) if known else None

@@ -1,6 +1,6 @@
 """Pipeline schedules as data: made, checked, simulated and drawn without ranks and without tensors.
 
-`make_schedule` makes one by name, `check` says what is wrong with one, `simulate` how long it takes.
+`make_schedule` makes a schedule by name, `check` finds errors in one, `simulate` computes how long it takes.
 """
 
 from pyruntime.pipeline.actions import Action, Kind, Schedule, with_transfers

@@ -1,8 +1,8 @@
-"""What a rank of a pipeline does, and the lists of it that make a schedule: data, without tensors.
+"""The actions of a pipeline's ranks, and the schedule that lists them: data, without tensors.
 
-A model is cut into stages 0 .. stages - 1, a step into micro-batches, and a micro-batch, where sequences are
-cut too, into slices. Every stage computes one forward and one backward of every slice; between neighbouring
-stages on different ranks activations travel down and gradients up.
+A model is cut into stages 0 .. stages - 1, a step into micro-batches, and some schedules cut the sequences
+of a micro-batch into slices. Every stage computes one forward and one backward of every slice. Between
+neighbouring stages on different ranks, activations travel to the next stage and gradients to the previous.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 MOST_UNITS = 2**20
-"""Forwards of a step, over all stages: what has more of them is a mistyped number."""
+"""Limit on the forwards of a step, over all stages; a larger number is taken for a typing error."""
 
 
 def check_units(stages: int, micro_batches: int, slices: int) -> None:
@@ -21,12 +21,12 @@ def check_units(stages: int, micro_batches: int, slices: int) -> None:
     if max(stages, micro_batches, slices, stages * micro_batches * slices) > MOST_UNITS:
         raise ValueError(
             f"micro_batches={micro_batches} in {slices} slice(s) through {stages} stage(s) are more than "
-            f"{MOST_UNITS} forwards of a step; use smaller numbers."
+            f"{MOST_UNITS} forwards in a step; use smaller numbers."
         )
 
 
 class Kind(enum.Enum):
-    """What an action does; the value is its code in tables and on the terminal."""
+    """The kind of an action; the value is its code in tables and on the terminal."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -61,12 +61,12 @@ COUNTERPARTS = {
     Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),
     Kind.RECEIVE_GRADIENT: (Kind.SEND_GRADIENT, 1),
 }
-"""The other end of a transfer: its kind, and how far away its stage is."""
+"""By kind of transfer: the kind of the action at its other end, and the distance to the stage there."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that the rank of `stage` does for one slice of one micro-batch.
+    """One compute, send or receive of `stage`, for one slice of one micro-batch.
 
     A send belongs to the stage that sends: activations go to stage + 1, gradients to stage - 1. A receive
     belongs to the stage that receives: activations come from stage - 1, gradients from stage + 1.
@@ -78,23 +78,23 @@ class Action:
     slice: int = 0
 
     def __str__(self) -> str:
-        """F0.3, and F0.3/1 for a slice that is not the first."""
+        """Returns F0.3 for example, or F0.3/1 for a slice that is not the first."""
         return f"{self.kind.value}{self.stage}.{self.micro_batch}" + (f"/{self.slice}" if self.slice else "")
 
     def as_kind(self, kind: Kind) -> Action:
-        """Another action of the same stage and slice."""
+        """Returns the action of another kind for the same stage, micro-batch and slice."""
         return Action(kind, self.stage, self.micro_batch, self.slice)
 
     @property
     def counterpart(self) -> Action:
-        """The receive of a send, the send of a receive. Raises KeyError for a compute."""
+        """The receive that belongs to a send, or the send to a receive. Raises KeyError for a compute."""
         kind, distance = COUNTERPARTS[self.kind]
         return Action(kind, self.stage + distance, self.micro_batch, self.slice)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank of a pipeline does in one step, in order."""
+    """The actions of every rank of a pipeline in one step, in order."""
 
     kind: str
     """Name of the schedule."""
@@ -104,7 +104,7 @@ class Schedule:
     placement: tuple[int, ...]
     """Rank of each stage."""
     actions: tuple[tuple[Action, ...], ...]
-    """By rank."""
+    """Actions of each rank, in order."""
 
     @property
     def ranks(self) -> int:
@@ -115,16 +115,16 @@ class Schedule:
         return len(self.placement)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Stages that `rank` holds, ascending."""
+        """Returns the stages of `rank`, ascending."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     def peer(self, transfer: Action) -> int:
-        """The rank at the other end of a send or receive."""
+        """Returns the rank at the other end of a send or receive."""
         return self.placement[transfer.counterpart.stage]
 
     def peak_in_flight(self, rank: int) -> int:
-        """Most forwards of `rank` whose backward (the input's part) has not run: what it stores, in units of
-        one forward of one stage for one slice."""
+        """Returns the most forwards of a stage for one slice that `rank` stores at once: those whose input
+        gradient has not been computed."""
         peak = stored = 0
         for action in self.actions[rank]:
             stored += (action.kind is Kind.FORWARD) - action.kind.makes_input_gradient
@@ -133,18 +133,17 @@ class Schedule:
 
 
 def sent_after(compute: Action, placement: Sequence[int]) -> Action | None:
-    """The send of what `compute` makes; None where nobody on another rank needs it."""
+    """Returns the send of the result of `compute`; None if no other rank needs it."""
     return _transfer(compute, placement, Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 
 
 def received_before(compute: Action, placement: Sequence[int]) -> Action | None:
-    """The receive of what `compute` needs from another stage; None where that stage is on the same rank, or
-    there is none."""
+    """Returns the receive that `compute` needs; None if its input comes from no other rank."""
     return _transfer(compute, placement, Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 
 
 def _transfer(compute: Action, placement: Sequence[int], forward: Kind, backward: Kind) -> Action | None:
-    """`compute` as the transfer of its direction, where that crosses from one rank to another."""
+    """Returns the transfer that goes with `compute`; None if it does not cross from one rank to another."""
     if compute.kind is not Kind.FORWARD and not compute.kind.makes_input_gradient:
         return None
     transfer = compute.as_kind(forward if compute.kind is Kind.FORWARD else backward)
@@ -156,11 +155,11 @@ def _transfer(compute: Action, placement: Sequence[int], forward: Kind, backward
 def with_transfers(
     computes: Sequence[Sequence[Action]], placement: Sequence[int]
 ) -> tuple[tuple[Action, ...], ...]:
-    """The computes of each rank with the sends and receives between them.
+    """Returns the computes of each rank with the sends and receives inserted.
 
     A send stands right after the compute that makes its data, a receive right before the compute that needs
-    it. From one rank to another messages arrive in the order in which they were sent; so before it receives
-    a message, a rank receives all that the same rank sent earlier, although it may need them later.
+    it. Messages between two ranks arrive in the order of sending. So a rank first receives the earlier
+    messages of the same sender, even if it needs them later.
     """
     pending = _messages(computes, placement)
     return tuple(
@@ -171,7 +170,7 @@ def with_transfers(
 def _messages(
     computes: Sequence[Sequence[Action]], placement: Sequence[int]
 ) -> dict[tuple[int, int], deque[Action]]:
-    """The receives of each directed pair of ranks (from, to), in the order of sending."""
+    """Returns the receives of each directed pair of ranks (from, to), in the order of sending."""
     messages: dict[tuple[int, int], deque[Action]] = {}
     for rank, own in enumerate(computes):
         for compute in own:
@@ -193,7 +192,7 @@ def _rank_with_transfers(
         needed = received_before(compute, placement)
         if needed is not None and needed not in received:
             queue = pending.get((placement[needed.counterpart.stage], rank), deque())
-            # A message that nobody sends is left for the validator to name.
+            # A message that nobody sends stays in the list, so that the validator can name it.
             for _ in range(queue.index(needed) + 1 if needed in queue else 0):
                 received.add(queue[0])
                 yield queue.popleft()

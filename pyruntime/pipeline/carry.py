@@ -1,8 +1,8 @@
-"""What later slices of a sequence read of earlier ones, and the gradients that come back.
+"""Keys and values that later slices of a sequence read from earlier ones, and their gradients.
 
 A stage runs a sequence slice by slice. Attention in slice s sees the keys and values of slices 0 .. s, so
-those of earlier slices are kept, cut off from their graphs; what the backward pass of a later slice leaves in
-their gradients is fed into the backward pass of the slice that made them (TeraPipe, arXiv 2102.07988,
+those of earlier slices are kept, detached from their graphs. The backward pass of a later slice adds to their
+gradients, which then enter the backward pass of the slice that made them (TeraPipe, arXiv 2102.07988,
 section 3.2).
 """
 
@@ -22,10 +22,10 @@ class Carry:
         """The current slice."""
         self._next_length = 0
         self._made: list[list[tuple[Tensor, Tensor]]] = []  # by slice, in the order of the layers
-        self._kept: list[list[tuple[Tensor, Tensor]]] = []  # the same, cut off
+        self._kept: list[list[tuple[Tensor, Tensor]]] = []  # the same, detached
 
     def begin(self, part: int) -> Carry:
-        """Slice `part` is the next to run."""
+        """Begins slice `part`, the next to run. Returns this object."""
         assert part == len(self._made)
         self.length, self.part = self._next_length, part
         self._made.append([])
@@ -33,21 +33,22 @@ class Carry:
         return self
 
     def of_layers(self, layers: int) -> list[LayerCarry]:
-        """What the layers of the stage append to in the current slice, in their order."""
+        """Returns the object that each layer of the stage, in order, appends to in the current slice."""
         return [LayerCarry(self, layer) for layer in range(layers)]
 
     def keep(self, k: Tensor, v: Tensor) -> None:
-        """Of the next layer in the current slice, [B, G, S, d]."""
+        """Stores the keys and values [B, G, S, d] of the next layer in the current slice."""
         self._made[-1].append((k, v))
         self._kept[-1].append((k.detach().requires_grad_(), v.detach().requires_grad_()))
         self._next_length = self.length + k.shape[2]
 
     def before(self, part: int, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of a layer in the slices before `part`."""
+        """Returns the keys and values of a layer in the slices before `part`, detached."""
         return [kept[layer] for kept in self._kept[:part]]
 
     def roots(self, part: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values that slice `part` made and later slices read, and their gradients."""
+        """Returns the keys and values of slice `part` that later slices read, and their gradients; drops them
+        from the carry."""
         tensors, gradients = [], []
         for made, kept in zip(self._made[part], self._kept[part], strict=True):
             for tensor, leaf in zip(made, kept, strict=True):
@@ -59,17 +60,17 @@ class Carry:
 
 
 class LayerCarry:
-    """What one layer appends to in one slice."""
+    """One layer's access to the `Carry` in one slice."""
 
     def __init__(self, carry: Carry, layer: int):
         self._carry, self._layer, self._part = carry, layer, carry.part
         self._has_appended = False
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, G, S, d] of this slice -> those of all slices so far.
+        """Takes the keys and values [B, G, S, d] of this slice; returns those of all slices so far.
 
-        A layer that is computed again for its backward pass (activation checkpointing) appends nothing: its
-        later slices have read what it appended first.
+        A layer that is recomputed for its backward pass (activation checkpointing) appends nothing: later
+        slices have read the tensors of its first run.
         """
         if not self._has_appended:
             self._carry.keep(k, v)

@@ -1,4 +1,4 @@
-"""Bubbles by formula: what the simulation must find where every stage costs the same and messages nothing."""
+"""Bubbles by formula. The simulation must find the same if all stages cost the same and messages nothing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def bubble_1f1b(ranks: int, forward: float, backward: float) -> float:
     """Seconds that every rank idles under GPipe and 1F1B: (p - 1)(t_f + t_b) (arXiv 2104.04473,
     section 2.2.1).
 
-    forward, backward: seconds of a rank's stage for one micro-batch. With those of one slice it holds for
-    TeraPipe and Seq1F1B where all slices cost the same (derived: a slice is a micro-batch there).
+    forward, backward: seconds of a rank's stage for one micro-batch. For TeraPipe and Seq1F1B with slices of
+    equal cost, give the seconds of one slice (derived: a slice is a micro-batch there).
     """
     return (ranks - 1) * (forward + backward)
 
@@ -28,14 +28,15 @@ def bubble_interleaved(ranks: int, virtual: int, forward: float, backward: float
 def bubble_zb_h1(ranks: int, forward: float, backward_input: float, backward_weight: float) -> float:
     """Seconds that every rank idles under ZB-H1: (p - 1)(T_F + T_B - T_W) (arXiv 2401.10241, table 2).
 
-    It holds from micro_batches = ranks on where weights cost no more than either of the others (derived:
-    simulated).
+    Holds if micro_batches >= ranks and backward_weight is at most forward and at most backward_input
+    (derived: simulated).
     """
     return (ranks - 1) * (forward + backward_input - backward_weight)
 
 
 def closed_form_bubble(schedule: Schedule, costs: Costs) -> float | None:
-    """Seconds that every rank of `schedule` idles, by the formula of its kind; None where there is none."""
+    """Seconds that every rank of `schedule` idles, by the formula of its kind. None if the kind has none, if
+    costs are tables, or if messages take time."""
     seconds = (costs.forward, costs.backward_input, costs.backward_weight)
     numbers = [float(part) for part in seconds if isinstance(part, (int, float))]
     if costs.transfer or len(numbers) < len(seconds):

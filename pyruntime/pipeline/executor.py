@@ -1,11 +1,11 @@
-"""Runs a schedule: one loop over this rank's actions.
+"""Runs a pipeline schedule: one loop over this rank's actions.
 
-What travels between stages goes through channels of traffic class pp. Room for what comes is made ahead, and
-a send is a copy into memory that leaves by itself. Backward passes that are split (zero bubble) compute the
-gradient of their input at once and that of their linear weights when the schedule says: a linear's backward
-hands (dY, X) over, and the GEMM dW = dY^T X waits as data, written straight into `.grad`, or, where the
-model is data parallel, into what is reduced. There the last gradients of a stage leave as they are written,
-while this rank's other stages, and those of other ranks, go on.
+Activations and gradients travel between stages through channels of traffic class pp. The receiver makes room
+ahead; a send copies into that memory and goes on at once. In a split backward pass (zero bubble) the input's
+gradient is computed at once, and the gradients of linear weights when the schedule says. Until then the GEMM
+dW = dY^T X waits as data: the linear's backward hands (dY, X) over. dW is written straight into `.grad` or,
+with data parallelism, into the memory that is reduced. There a stage's last gradients leave as they are
+written, while the rank's other stages and other ranks go on.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ if TYPE_CHECKING:
     from pyruntime.data_parallel import Sharded
 
 Loss = Callable[[Tensor, int, int], Tensor]
-"""(output of the last stage, micro-batch, slice) -> scalar, of which the backward pass is taken."""
+"""(output of the last stage, micro-batch, slice) -> scalar, where the backward pass starts."""
 Options = Sequence[Mapping[str, Any]]
 """Keyword arguments of a stage, by micro-batch."""
 Shapes = Sequence[Sequence[int]]
-"""Of what travels, by slice."""
+"""Shapes of the tensors that travel between stages, by slice."""
 
 
 class Pipeline:
     """This rank's stages of a model, and the schedule that runs them.
 
     Args:
-        schedule: for as many ranks as `group` has.
-        stages: this rank's, by number. A stage is called with the output of the one before, the first one
-            with what `step` is given; where sequences are sliced, also with a `Carry`.
-        group: the pipeline's ranks, in the order of the schedule's.
-        shapes: of what travels between stages for a micro-batch, one for each slice; all with the same last
-            dimension.
-        dtype, device: of what travels.
-        gradients: the handle of `pyruntime.shard`, which takes them instead of `.grad` where they are reduced
-            over further ranks.
-        wire: what activations, and gradients of them, are rounded to on their way between ranks
-            (pyruntime/comm/wire.py); a gradient passes the rounding of its activation as it is.
-        scale_grads: whether gradients are the mean over micro-batches, as torch.distributed.pipelining makes
-            them by default, or their sum, as `backward()` of one micro-batch after the other makes them.
-            Losses are returned as `loss` gave them either way.
+        schedule: a schedule for as many ranks as `group` has.
+        stages: this rank's stages, by number. A stage is called with the output of the previous stage, the
+            first one with the inputs of `step`; where sequences are sliced, also with a `Carry`.
+        group: the pipeline's ranks, in the schedule's order.
+        shapes: shapes of the tensors that travel between stages for a micro-batch, one for each slice; all
+            with the same last dimension.
+        dtype, device: dtype and device of these tensors.
+        gradients: the handle of `pyruntime.shard`. If given, it takes the gradients in place of `.grad` and
+            reduces them over its ranks.
+        wire: format that activations and their gradients are rounded to while they travel between ranks
+            (pyruntime/comm/wire.py). The backward pass treats the rounding of an activation as the identity.
+        scale_grads: True: gradients are the mean over micro-batches, the default of
+            torch.distributed.pipelining. False: their sum, as `backward()` of each micro-batch in turn gives.
+            `step` returns the unscaled losses either way.
 
-    Raises ValueError where schedule, stages and group do not fit together, `ScheduleError` for a schedule
-    that would not end, CommTimeout and PeerLost. Every rank of the group makes one alike.
+    Raises ValueError if schedule, stages and group do not fit together, `ScheduleError` for a schedule that
+    would not end, CommTimeout and PeerLost. Every rank of the group must make one, with the same schedule.
     """
 
     def __init__(
@@ -81,19 +81,19 @@ class Pipeline:
         self._rank = group_rank(group)
         if schedule.ranks != group_size(group):
             raise ValueError(
-                f"The schedule is for {schedule.ranks} ranks and the group has {group_size(group)}; make it "
-                "for as many."
+                f"The schedule is for {schedule.ranks} ranks, but the group has {group_size(group)}; make a "
+                "schedule for that many."
             )
         if tuple(sorted(stages)) != tuple(schedule.stages_of(self._rank)):
             raise ValueError(
                 f"The schedule gives rank {self._rank} of the pipeline the stages "
-                f"{list(schedule.stages_of(self._rank))}, and it was given {sorted(stages)}."
+                f"{list(schedule.stages_of(self._rank))}, but stages= has {sorted(stages)}."
             )
         self._shapes = [tuple(shape) for shape in shapes]
         if len(self._shapes) != schedule.slices or len({shape[-1] for shape in self._shapes}) != 1:
             raise ValueError(
-                f"shapes={self._shapes} must be {schedule.slices}, one for each slice, with the same last "
-                "dimension."
+                f"shapes={self._shapes} must have {schedule.slices} shape(s), one for each slice, with the "
+                "same last dimension."
             )
         check(schedule)
         self._stages = dict(stages)
@@ -115,7 +115,7 @@ class Pipeline:
         self._weights = WeightGradients(stages.values(), self._taker)
 
     def close(self) -> None:
-        """Gives the weights' gradients back to autograd."""
+        """Lets autograd accumulate the weights' gradients again."""
         self._weights.close()
 
     def step(
@@ -124,15 +124,14 @@ class Pipeline:
         loss: Loss | None,
         options: Options = (),
     ) -> list[list[Tensor]]:
-        """Forward and backward of all micro-batches; gradients are added to `.grad`, or taken.
+        """Runs forward and backward of all micro-batches; adds to `.grad`, or to the `gradients` handle.
 
-        inputs: by micro-batch and slice, on the rank of the first stage. loss: on the rank of the last one.
-        options: on every rank, what all stages are called with besides, by micro-batch; empty: nothing.
-        Returns the losses by micro-batch and slice there, detached, and nothing elsewhere.
+        inputs: by micro-batch and slice, on the rank of the first stage. loss: on the rank of the last stage.
+        options: on every rank, keyword arguments for all stages, by micro-batch; empty: none.
+        Returns the detached losses by micro-batch and slice on the rank of the last stage, elsewhere [].
 
-        Raises ValueError for inputs, loss or options that this rank's stages need and were not given, and
-        where what a stage returns has another shape than `shapes` says; CommTimeout or PeerLost where another
-        stage does not come.
+        Raises ValueError if inputs, loss or options that this rank's stages need are missing, or if a stage
+        returns another shape than `shapes` says; CommTimeout or PeerLost if another stage does not answer.
         """
         with self._taker.passes():
             run = _StepState(self._shapes, options)
@@ -145,14 +144,15 @@ class Pipeline:
         shapes: Shapes | None = None,
         options: Options = (),
     ) -> list[list[Tensor]]:
-        """Forward passes alone, of as many micro-batches as `inputs` has (on every rank alike), in their
-        order. shapes: as the pipeline was given them, where these are smaller. Otherwise as `step`."""
+        """Runs only forward passes, for as many micro-batches as `inputs` has (the same number on every
+        rank; 1 for None), in order. shapes: shapes of these tensors if smaller than the pipeline's. The rest
+        is as in `step`."""
         micro_batches = 1 if inputs is None else len(inputs)
         actions = self._forwards(micro_batches)
         return self._run(actions, micro_batches, _StepState(shapes or self._shapes, options), inputs, loss)
 
     def _forwards(self, micro_batches: int) -> Sequence[Action]:
-        """This rank's actions of forward passes alone."""
+        """Returns this rank's actions without backward passes."""
         slices = list(product(range(micro_batches), range(self.schedule.slices)))
         computes = [
             [Action(Kind.FORWARD, stage, *one) for one in slices for stage in self.schedule.stages_of(rank)]
@@ -164,13 +164,13 @@ class Pipeline:
         self, actions: Sequence[Action], micro_batches: int, run: _StepState, inputs: Any, loss: Loss | None
     ) -> list[list[Tensor]]:
         if self._is_broken:
-            raise RuntimeError("An earlier step of this pipeline ended in an error; make the pipeline anew.")
+            raise RuntimeError("An earlier step of this pipeline ended in an error; make a new Pipeline.")
         try:
             self._check_given(micro_batches, inputs, loss, run.options)
         except ValueError:
             self._channels.note_failed_pass()
             raise
-        self._is_broken = True  # unless all goes well: messages of a step that ends early stay on their way
+        self._is_broken = True  # until the end: a step that fails leaves messages in the channels
         self._expect(actions, run.shapes)
         losses: list[list[Tensor]] = [[] for _ in range(micro_batches)]
         for action in actions:
@@ -185,7 +185,7 @@ class Pipeline:
         return losses if any(losses) else []
 
     def _tell_all(self, action: Action, error: Exception) -> None:
-        """The other ranks wait for what this stage does not send after an error, be it caught."""
+        """Tells the other ranks, which wait for this stage's messages even if a caller catches the error."""
         if self.schedule.ranks > 1 and not isinstance(error, CommError):
             post_failure(
                 f"the {action.kind.name.lower().replace('_', ' ')} of stage {action.stage}, micro-batch "
@@ -199,15 +199,15 @@ class Pipeline:
             if found != [slices] * micro_batches:
                 raise ValueError(
                     f"Rank {self._rank} has stage 0, which takes inputs of {micro_batches} micro-batches of "
-                    f"{slices} slice(s), as inputs[micro_batch][slice]; found: {found and len(found)} of "
-                    f"{found and sorted(set(found))}."
+                    f"{slices} slice(s), as inputs[micro_batch][slice]; found {found and len(found)} "
+                    f"micro-batches of {found and sorted(set(found))} slices."
                 )
         if self.schedule.stages - 1 in self._stages and loss is None:
             raise ValueError(
-                f"Rank {self._rank} has the last stage; pass the loss that is taken of its output."
+                f"Rank {self._rank} has the last stage and needs loss=; pass the loss of that stage's output."
             )
         if options and len(options) != micro_batches:
-            raise ValueError(f"options are of {len(options)} micro-batches, and there are {micro_batches}.")
+            raise ValueError(f"options= is for {len(options)} micro-batches, but there are {micro_batches}.")
 
     def _expect(self, actions: Sequence[Action], shapes: Shapes) -> None:
         coming: dict[int, list[int]] = {}
@@ -289,26 +289,26 @@ def _check_shape(action: Action, shape: Sequence[int], x: Any, y: Any) -> None:
     if found != tuple(shape):
         given = f" was given {tuple(x.shape)} and" if isinstance(x, Tensor) else ""
         raise ValueError(
-            f"shapes= says that {tuple(shape)} travels between stages, and stage {action.stage}{given} "
-            f"returned {found}, for micro-batch {action.micro_batch}, slice {action.slice}; let shapes= be "
-            "what a stage returns for one micro-batch."
+            f"shapes= says that {tuple(shape)} travels between stages, but stage {action.stage}{given} "
+            f"returned {found}, for micro-batch {action.micro_batch}, slice {action.slice}; set shapes= to "
+            "the shape that a stage returns for one micro-batch."
         )
 
 
 def _last_of_stages(actions: Sequence[Action], *kinds: Kind) -> frozenset[Action]:
-    """The last action of these kinds of each stage."""
+    """Returns, for each stage, its last action of these kinds."""
     return frozenset({action.stage: action for action in actions if action.kind in kinds}.values())
 
 
 class _StepState:
-    """What a step holds between its actions, by (stage, micro-batch, slice)."""
+    """Tensors that a step keeps between its actions, by (stage, micro-batch, slice)."""
 
     def __init__(self, shapes: Shapes, options: Options) -> None:
         self.shapes, self.options = shapes, options
         self.inputs: dict[tuple, Tensor] = {}
         self.gradients: dict[tuple, Tensor] = {}
         self.outgoing: dict[Action, Tensor] = {}
-        """By their sends."""
+        """Tensors to send, by the action that sends them."""
         self.done: dict[tuple, tuple[Tensor | None, Tensor]] = {}
         self.gemms: dict[tuple, list[Deferred]] = {}
         self._carries: dict[tuple[int, int], Carry] = {}

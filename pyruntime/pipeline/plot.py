@@ -1,4 +1,4 @@
-"""Timelines to look at: on the terminal and as a PNG. Nothing here decides anything."""
+"""Draws timelines of schedules, on the terminal and as a PNG."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MOST_INCHES = 40.0
 
 
 def text(timeline: Timeline, width: int = 110) -> str:
-    """`timeline` in one line a rank, at most `width` columns each, and a line that says how to read them.
+    """Returns `timeline` as one line a rank, of at most `width` columns, and a legend.
 
-    A compute is its code (F, B, I, W) and its micro-batch, drawn out with dashes for as long as it lasts; in
-    small letters for every second stage of a rank. Where there is no room for the number, its last digit or
-    the code alone is shown, and nothing of what is shorter than a column.
+    A compute is shown as its code (F, B, I, W) and its micro-batch, followed by dashes up to its length; in
+    small letters for every second stage of a rank. If the number does not fit, only its last digit or only
+    the code is shown. Computes shorter than a column are left out.
     """
     schedule = timeline.schedule
     names = [f"rank {rank:<{len(str(schedule.ranks - 1))}}  " for rank in range(schedule.ranks)]
@@ -44,14 +44,14 @@ def text(timeline: Timeline, width: int = 110) -> str:
 
 
 def _kinds(timeline: Timeline) -> list[Kind]:
-    """Those that are there, in the order of the legend."""
+    """Returns the kinds that occur, in the order of the legend."""
     found = {span.action.kind for span in timeline.spans}
     return [kind for kind in SHOWN if kind in found]
 
 
 def _columns_a_second(timeline: Timeline, columns: int) -> float:
-    """Room for every label where the width allows it; otherwise a whole number of columns for the shortest
-    compute, or less where not even one fits."""
+    """Returns the scale that has room for every label, if the width allows it. Otherwise the shortest compute
+    gets a whole number of columns, or less than one if not even one fits."""
     lengths = [span.end - span.start for span in timeline.spans if span.end > span.start]
     if not lengths:
         return 0.0
@@ -71,10 +71,10 @@ def _label(action: Action, small: bool, length: int) -> str:
 
 
 def png(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Writes `timeline` to the PNG file `path`: a row a rank, boxes coloured by what they compute, lighter
-    for later slices and hatched for every second stage of a rank, with the micro-batch in them.
+    """Writes `timeline` to the PNG file `path`: a row for each rank, a box with its micro-batch for each
+    compute. The colour is the kind; later slices are lighter, every second stage of a rank is hatched.
 
-    Raises OSError where the file cannot be written.
+    Raises OSError if the file cannot be written.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -1,8 +1,8 @@
-"""The schedules by name: in which order each rank of a pipeline computes.
+"""Pipeline schedules by name: the order in which each rank computes.
 
 Sources: GPipe arXiv 1811.06965; 1F1B and interleaved 1F1B arXiv 2104.04473 (Megatron-LM); ZB-H1
 arXiv 2401.10241 (zero bubble); ZB-V arXiv 2405.15362 (V schedules); TeraPipe arXiv 2102.07988; Seq1F1B
-arXiv 2406.03488. In all but TeraPipe a stage adds up the weight gradients of the micro-batches in ascending
+arXiv 2406.03488. In all but TeraPipe a stage adds the weight gradients of the micro-batches in ascending
 order, so their sums are the same to the last bit.
 """
 
@@ -22,12 +22,12 @@ KINDS = values(PipelineKind)
 def make_schedule(
     kind: str, ranks: int, micro_batches: int, *, virtual: int = 1, slices: int = 1
 ) -> Schedule:
-    """The schedule `kind`, one of KINDS, for one step of so many micro-batches over `ranks` ranks.
+    """Returns the schedule `kind`, one of KINDS, for one step of `micro_batches` over `ranks` ranks.
 
     virtual: stages of each rank, for "interleaved"; rank r holds stages r, r + ranks, ... "zb-v" has two,
-    r and 2 ranks - 1 - r, the others one.
-    slices: parts that each sequence is cut into, for "terapipe" and "seq1f1b". The gradients of the keys and
-    values of a slice come from the slices after it, so slices go backward last to first.
+    r and 2 ranks - 1 - r; the other kinds have one.
+    slices: parts that each sequence is cut into, for "terapipe" and "seq1f1b". Slices go backward from last
+    to first, because the gradients of a slice's keys and values come from the slices after it.
 
     Raises ValueError for an unknown kind and for numbers that the kind has no schedule for.
     """
@@ -44,17 +44,17 @@ def make_schedule(
         case "zb-v":
             computes = zb_v(ranks, micro_batches)
         case "1f1b" | "interleaved" | "seq1f1b":
-            # Of one stage a rank interleaved 1F1B is 1F1B, and so is Seq1F1B of one slice.
+            # Interleaved 1F1B with one stage a rank is 1F1B, and so is Seq1F1B with one slice.
             computes = [_seq1f1b(rank, ranks, micro_batches, slices) for rank in range(ranks)]
-        case _:  # Only who adds a kind and forgets its branch comes here: _check has refused all other names.
-            raise NotImplementedError(f"{kind} is a PipelineKind, and make_schedule has no actions for it.")
+        case _:  # A kind that was added without a branch here: _check has refused all other names.
+            raise NotImplementedError(f"{kind} is a PipelineKind, but make_schedule has no branch for it.")
     return Schedule(kind, micro_batches, slices, placement, with_transfers(computes, placement))
 
 
 def placement_of(
     kind: str, ranks: int, micro_batches: int, *, virtual: int = 1, slices: int = 1
 ) -> tuple[int, ...]:
-    """The rank of each stage of that schedule, without its actions, of which there may be millions.
+    """Returns the rank of each stage of that schedule, without making its actions, which may be millions.
 
     Raises ValueError as `make_schedule` does."""
     _check(kind, ranks, micro_batches, virtual, slices)
@@ -73,12 +73,12 @@ def _check(kind: str, ranks: int, micro_batches: int, virtual: int, slices: int)
     check_units(ranks * virtual, micro_batches, slices)
     if virtual > 1 and kind != "interleaved":
         raise ValueError(
-            f"virtual={virtual} stages of a rank were asked for, and {kind} fixes their number; leave it at "
-            "1, or use interleaved."
+            f"{kind} fixes the number of stages a rank has, so virtual={virtual} is not possible; leave it "
+            "at 1, or use interleaved."
         )
     if slices > 1 and kind not in SLICED_KINDS:
         raise ValueError(
-            f"{kind} does not cut sequences, and slices={slices} were asked for; leave it at 1, or use "
+            f"{kind} does not cut sequences, so slices={slices} is not possible; leave it at 1, or use "
             f"{' or '.join(SLICED_KINDS)}."
         )
     if kind == "interleaved" and micro_batches % ranks:
@@ -93,7 +93,7 @@ def _all(kind: Kind, stage: int, micro_batches: int, slices: int = 1) -> list[Ac
 
 
 def _all_forwards_first(stage: int, micro_batches: int) -> list[Action]:
-    """GPipe, figure 2c; backwards in ascending order instead, which costs the same."""
+    """GPipe, figure 2c, but with the backwards in ascending order, which costs the same."""
     return _all(Kind.FORWARD, stage, micro_batches) + _all(Kind.BACKWARD, stage, micro_batches)
 
 
@@ -103,7 +103,7 @@ def _terapipe(stage: int, micro_batches: int, slices: int) -> list[Action]:
 
 
 def _seq1f1b(rank: int, ranks: int, micro_batches: int, slices: int) -> list[Action]:
-    """Seq1F1B, section 3.2; with one slice 1F1B: warm-up, then one forward, one backward."""
+    """Seq1F1B, section 3.2. With one slice it is 1F1B: warm-up, then one forward, one backward."""
     forwards = _all(Kind.FORWARD, rank, micro_batches, slices)
     places = product(range(micro_batches), reversed(range(slices)))
     backwards = [Action(Kind.BACKWARD, rank, *place) for place in places]
@@ -127,7 +127,7 @@ def _interleaved(rank: int, ranks: int, micro_batches: int, virtual: int) -> lis
 
 
 def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
-    """`warm_up` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """`warm_up` forwards, then one forward and one backward in turn, then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     pairs = zip(forwards[warm_up:], backwards, strict=False)
     steady = [action for pair in pairs for action in pair]
@@ -135,9 +135,9 @@ def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up:
 
 
 def _zb_h1(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """1F1B whose weight gradients wait: on rank r those of the newest r micro-batches (arXiv 2401.10241,
-    section 2.1, in the form that its authors ship for Megatron-LM)."""
-    if rank == 0:  # Nobody waits for the input's gradient of stage 0.
+    """1F1B with delayed weight gradients: rank r delays those of the newest r micro-batches (arXiv
+    2401.10241, section 2.1, in the form that its authors ship for Megatron-LM)."""
+    if rank == 0:  # No rank waits for the input's gradient of stage 0.
         return _seq1f1b(rank, ranks, micro_batches, 1)
     computes: list[Action] = []
     waiting: deque[Action] = deque()

@@ -1,4 +1,4 @@
-"""How long a schedule takes and where its ranks idle, from what each action costs."""
+"""Simulates a schedule: its length and the idle times of its ranks, from the cost of each action."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pyruntime.pipeline.actions import Action, Kind, Schedule
 from pyruntime.pipeline.validate import check
 
 LONGEST_S = 1e12
-"""Of one action: sums of these are finite."""
+"""Limit on the seconds of one action, which keeps sums finite."""
 Table = Sequence[Sequence[float]]
 """Seconds by stage, and by slice: table[stage][slice]."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of each action; a number for all stages and slices, or rows by stage of seconds by slice.
+    """Seconds of each action: a number for all stages and slices, or a `Table`.
 
     Raises ValueError for seconds that are negative or above LONGEST_S.
     """
@@ -25,21 +25,19 @@ class Costs:
     forward: float | Table = 1
     backward_input: float | Table = 1
     backward_weight: float | Table = 1
-    """A whole backward costs this and backward_input."""
+    """A whole backward costs the sum of this and backward_input."""
     transfer: float = 0
-    """From the send to the arrival of a message. Sending does not occupy a rank."""
+    """Seconds from the send of a message to its arrival. Sending does not occupy a rank."""
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward_input", "backward_weight", "transfer"):
             value = getattr(self, name)
             for seconds in (value,) if isinstance(value, (int, float)) else (s for row in value for s in row):
                 if not 0 <= seconds <= LONGEST_S:
-                    raise ValueError(
-                        f"{name} must be seconds of at least 0 and at most {LONGEST_S:g}, found {seconds}."
-                    )
+                    raise ValueError(f"{name} must be from 0 to {LONGEST_S:g} seconds, found {seconds}.")
 
     def seconds(self, compute: Action) -> float:
-        """Raises ValueError where a table has no such stage or slice, or `compute` is a transfer."""
+        """Raises ValueError if `compute` is a transfer, or if its stage or slice is not in a table."""
         if not compute.kind.is_compute:
             raise ValueError(f"{compute} is a transfer: it occupies no rank.")
         if compute.kind is Kind.BACKWARD:
@@ -56,7 +54,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Span:
-    """A compute and when it ran, in seconds from the start of the schedule."""
+    """A compute with its start and end, in seconds from the start of the schedule."""
 
     rank: int
     action: Action
@@ -66,11 +64,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every compute of `schedule` ran."""
+    """The start and end of every compute of `schedule`."""
 
     schedule: Schedule
     spans: tuple[Span, ...]
-    """By rank, and in the order in which the rank ran them."""
+    """Sorted by rank; those of a rank in the order in which it ran them."""
     makespan: float
     """Seconds from the first start to the last end."""
 
@@ -82,12 +80,12 @@ class Timeline:
         return math.fsum(span.end - span.start for span in self.spans_of(rank))
 
     def bubble(self, rank: int) -> float:
-        """Seconds of the makespan in which `rank` does not compute."""
+        """Seconds of the makespan in which `rank` idles."""
         return self.makespan - self.work(rank)
 
     def waits(self, rank: int) -> float:
-        """Seconds between the first start and the last end of `rank` in which it does not compute: the bubble
-        without what one step leaves at its ends, where the next begins."""
+        """Seconds that `rank` idles between its first start and its last end. Unlike `bubble`, this leaves
+        out the idle time at both ends of a step, which the neighbouring steps can fill."""
         spans = self.spans_of(rank)
         return spans[-1].end - spans[0].start - self.work(rank) if spans else 0.0
 
@@ -97,14 +95,14 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Runs `schedule` with these costs: a rank computes one action at a time, in order, and a receive keeps
-    it until the message is there. Sends never wait: channels are taken to be as long as needed.
+    """Runs `schedule` with these costs. A rank computes one action at a time, in order; a receive waits for
+    its message; a send never waits, as if channels had room for all messages.
 
     Raises ScheduleError for a schedule that `check` refuses.
     """
     clocks = [0.0] * schedule.ranks
     arrival: dict[Action, float] = {}
-    """Of messages, by their receive."""
+    """Seconds at which each message arrives, by its receive."""
     spans: list[list[Span]] = [[] for _ in clocks]
 
     def time(rank: int, action: Action) -> None:

@@ -1,4 +1,4 @@
-"""Which layers of a model each stage holds."""
+"""Divides a model's layers among pipeline stages."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from itertools import accumulate
 def split_layers(
     costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0
 ) -> list[range]:
-    """Layers in their order, cut into `stages` runs whose costliest one costs least; of several such cuts the
-    one whose earlier stages hold more.
+    """Cuts the layers, in order, into `stages` ranges such that the costliest range costs least. Of several
+    such cuts it returns the one whose earlier stages hold more layers.
 
-    costs: of each layer, in any unit. first, last: what the first and the last stage do beside their layers
-        (embedding; norm, head and loss).
+    costs: the cost of each layer, in any unit. first, last: cost of the first and the last stage beside their
+        layers (embedding; norm, head and loss).
 
-    Raises ValueError where there are fewer layers than stages.
+    Raises ValueError if there are fewer layers than stages.
     """
     return list(_split(tuple(costs), stages, first, last))
 
 
-@functools.lru_cache(maxsize=1024)  # a search of meshes asks the same thousands of times
+@functools.lru_cache(maxsize=1024)  # a search of meshes asks for the same cuts thousands of times
 def _split(costs: tuple[float, ...], stages: int, first: float, last: float) -> tuple[range, ...]:
     layers = len(costs)
     if not 1 <= stages <= layers:
@@ -31,8 +31,8 @@ def _split(costs: tuple[float, ...], stages: int, first: float, last: float) -> 
     def of_stage(begin: int, end: int, stage: int) -> float:
         return total[end] - total[begin] + first * (stage == 0) + last * (stage == stages - 1)
 
-    # cuts[stage][end]: the least largest cost of stages 0 .. stage over layers 0 .. end - 1, and minus the
-    # layer at which the last of them begins.
+    # cuts[stage][end]: the best cut of layers 0 .. end - 1 into stages 0 .. stage: the cost of its costliest
+    # stage, and minus the layer at which its last stage begins.
     cuts = [{end: (of_stage(0, end, 0), 0) for end in range(1, layers + 1)}]
     for stage in range(1, stages):
         before = cuts[-1]

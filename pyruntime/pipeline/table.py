@@ -1,4 +1,4 @@
-"""Schedules as CSV, to be read, edited and written by hand.
+"""Reads and writes schedules as CSV, so that they can be edited by hand.
 
 A header line, then one line a rank with its actions in order::
 
@@ -6,8 +6,8 @@ A header line, then one line a rank with its actions in order::
     F0.0,F0.1,B0.0,B0.1
     F1.0,B1.0,F1.1,B1.1
 
-F1.0 is the forward (F; B, I and W the backward and its two halves) of stage 1 for micro-batch 0; slice 2 of
-it is F1.0/2. `placement` is the rank of each stage. Sends and receives (SA, RA, SG, RG) may be left out.
+F1.0 is the forward of stage 1 for micro-batch 0, F1.0/2 that of its slice 2. B is a backward, I and W are its
+two halves. `placement` is the rank of each stage. Sends and receives (SA, RA, SG, RG) may be left out.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ KINDS = {kind.value: kind for kind in Kind}
 
 
 def to_csv(schedule: Schedule) -> str:
-    """`schedule` as CSV, from which `from_csv` makes the same again where `check` accepts it.
+    """Returns `schedule` as CSV. If `check` accepts the schedule, `from_csv` makes the same one from it.
 
-    Sends and receives are left out where they stand where `with_transfers` puts them.
+    Sends and receives are left out if they stand where `with_transfers` would put them.
     """
     actions = tuple(tuple(action for action in own if action.kind.is_compute) for own in schedule.actions)
     if with_transfers(actions, schedule.placement) != schedule.actions:
@@ -42,11 +42,11 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str) -> Schedule:
-    """The schedule in `text`; where it has neither sends nor receives, `with_transfers` puts them in. Empty
-    cells are skipped.
+    """Reads the schedule in `text`. If it has no sends and receives, `with_transfers` adds them. Empty cells
+    are skipped.
 
-    Raises ValueError, one sentence that names line and cell, for what cannot be read. Whether the schedule
-    works is for `check` to say.
+    Raises ValueError, one sentence that names line and cell, for text that cannot be read. Does not check
+    whether the schedule works: see `check`.
     """
     rows = _rows(text)
     if not rows:
@@ -61,7 +61,7 @@ def from_csv(text: str) -> Schedule:
     if len(lines) != ranks:
         raise ValueError(
             f"line 1, cell 8: stages are placed on {ranks} rank(s), but there are {len(lines)} line(s) of "
-            "actions below it; write one a rank."
+            "actions below it; write one for each rank."
         )
     actions = tuple(
         tuple(
@@ -106,7 +106,7 @@ def _header(cells: list[str]) -> tuple[str, int, int, tuple[int, ...]]:
 
 
 def _shown(cell: str) -> str:
-    """What was found, on one line and not longer than an error is read."""
+    """Returns `cell` for an error message: on one line and short."""
     text = cell if cell.isprintable() else ascii(cell)
     return (text if len(text) <= 40 else f"{text[:40]}..") or "nothing"
 
@@ -126,5 +126,5 @@ def _action(cell: str, where: str, stages: int) -> Action:
         raise ValueError(f"{where}: {cell} begins with none of {', '.join(KINDS)}.")
     action = Action(KINDS[code], *(_number(number, where) for number in numbers))
     if action.stage >= stages:
-        raise ValueError(f"{where}: {cell} is of stage {action.stage}, and line 1 places {stages} stage(s).")
+        raise ValueError(f"{where}: {cell} names stage {action.stage}, but line 1 places {stages} stage(s).")
     return action

@@ -1,5 +1,5 @@
-"""ZB-V: two stages on every rank, in a V, and weight gradients where bubbles would be (Qi et al., arXiv
-2405.15362; 2401.10241, section 6).
+"""The ZB-V schedule: two stages on every rank, placed as a V, and weight gradients where bubbles would be
+(Qi et al., arXiv 2405.15362; 2401.10241, section 6).
 
 With 3 ranks, stages 0 to 5::
 
@@ -18,12 +18,12 @@ from pyruntime.pipeline.actions import Action, Kind
 
 
 def zb_v(ranks: int, micro_batches: int) -> list[list[Action]]:
-    """Computes of each rank.
+    """Returns the computes of each rank.
 
-    A rank stores at most 2 ranks forwards of a stage, those counted whose weight gradient waits, which keeps
-    the inputs of linears and the gradients of their outputs: about as much. As a stage is half of one of
-    1F1B, that is 1F1B's most. With at least 2 ranks micro-batches, no rank idles between its first and its
-    last action where forward, input gradient and weight gradient cost the same.
+    A rank stores at most 2 * ranks forwards of a stage. This counts those whose weight gradient waits: they
+    keep the inputs of linears and the gradients of their outputs, about as much memory. It is the maximum of
+    1F1B, whose stages are twice as large. With at least 2 * ranks micro-batches, no rank idles between its
+    first and last action if forward, input gradient and weight gradient cost the same.
     """
     if micro_batches > ranks:
         return [_V(ranks, rank, micro_batches).computes for rank in range(ranks)]
@@ -33,9 +33,9 @@ def zb_v(ranks: int, micro_batches: int) -> list[list[Action]]:
 
 
 class _V:
-    """A rank of the schedule as it was published: what is late goes first through its gradients, and steady
-    turns of F I W of the one stage and F I W of the other leave no gap. With fewer than 2 ranks micro-batches
-    it is that of so many, without the actions of those that there are not."""
+    """One rank of the schedule as it was published. The late stage begins its gradients first; then F I W of
+    one stage and F I W of the other take turns without a gap. With fewer than 2 * ranks micro-batches it is
+    the schedule of 2 * ranks, without the actions of the missing micro-batches."""
 
     def __init__(self, ranks: int, rank: int, micro_batches: int) -> None:
         self.early, self.late = rank, 2 * ranks - 1 - rank
@@ -43,7 +43,7 @@ class _V:
         turns = max(micro_batches, 2 * ranks)
         self.computes: list[Action] = []
         self._done: Counter[tuple[Kind, int]] = Counter()
-        # The first micro-batch comes back when this rank has run so many forwards.
+        # The first micro-batch returns to this rank after this many forwards.
         for _ in range(2 * (ranks - rank) - 1):
             self._run(self.early, Kind.FORWARD)
         for _ in range(rank):
@@ -56,7 +56,7 @@ class _V:
                 self._run(self.early, Kind.FORWARD)
             self._run(self.early, *TURN[1:])
             self._run(self.late, *TURN)
-        # Others wait for the last input gradients; the weights' fill the end.
+        # Other ranks wait for the last input gradients, so weight gradients fill the end.
         for _ in range(rank):
             self._run(self.early, Kind.BACKWARD_INPUT)
             self._run(self.late, Kind.BACKWARD_INPUT)
@@ -78,9 +78,9 @@ TURN = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 class _Greedy:
-    """For few micro-batches: in every step every rank takes the first it can of: an input gradient, of the
-    stage that has run fewer; a forward, of its later stage first, which leads to backwards sooner; a weight
-    gradient."""
+    """The schedule for few micro-batches. In every step each rank takes the first of these that it can:
+    an input gradient, of the stage that has run fewer; a forward, of its later stage if possible, which leads
+    to backwards sooner; a weight gradient."""
 
     def __init__(self, ranks: int, micro_batches: int) -> None:
         self.ranks = ranks
@@ -88,7 +88,7 @@ class _Greedy:
         self.micro_batches = micro_batches
         self.computes: list[list[Action]] = [[] for _ in range(ranks)]
         self.forwards = [0] * self.stages
-        """How many each stage has run: micro-batches go in ascending order."""
+        """Number that each stage has run: micro-batches go in ascending order."""
         self.backwards = [0] * self.stages
         self.stored = [0] * ranks
         """Forwards whose weight gradient has not run."""
@@ -98,7 +98,7 @@ class _Greedy:
     def run(self) -> None:
         own = 6 * self.micro_batches
         while any(len(computes) < own for computes in self.computes):
-            # All ranks choose before any runs: what one makes in this step others have in the next.
+            # All ranks choose before any runs: others can use the results of this step only in the next.
             chosen = [self._choose(rank) for rank in range(self.ranks)]
             for rank, action in enumerate(chosen):
                 if action is not None:
@@ -110,7 +110,7 @@ class _Greedy:
         if ready:
             stage = min(ready, key=lambda stage: self.backwards[stage])
             return Action(Kind.BACKWARD_INPUT, stage, self.backwards[stage])
-        # The last place is for the later stage: what the early one stores is freed only after it.
+        # The last place is for the later stage: the early stage's memory is freed only after it has run.
         places = self.stages - self.stored[rank]
         for stage, needed in ((late, 1), (early, 2)):
             if self._forward_is_ready(stage) and places >= needed:

@@ -1,4 +1,4 @@
-"""Says what is wrong with a schedule before a rank runs it."""
+"""Checks a schedule before a rank runs it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pyruntime.pipeline.actions import Action, Kind, Schedule, check_units, rece
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run, or that is not of the step it names. The message is one sentence."""
+    """A schedule that cannot run, or that does not compute its step. The message is one sentence."""
 
 
 def check(
@@ -20,15 +20,15 @@ def check(
     channel_capacity: int = 4,
     on_action: Callable[[int, Action], None] = lambda rank, action: None,
 ) -> None:
-    """Raises ScheduleError, one sentence, for the first thing in `schedule` that is wrong.
+    """Raises ScheduleError, one sentence, for the first error in `schedule`.
 
-    Every slice of every micro-batch must go forward and backward once through every stage, on the rank of
-    that stage, be sent and received exactly where neighbouring stages are on different ranks, and no order of
-    events may leave ranks waiting for each other.
+    Every slice of every micro-batch must go once forward and once backward through every stage, on the rank
+    of that stage. It must be sent and received exactly where neighbouring stages are on different ranks.
+    No order of events may leave ranks waiting for each other.
 
     most_in_flight: bound on `schedule.peak_in_flight(rank)` by rank, in forwards of a stage for one slice.
-    channel_capacity: messages from one rank to another that may be sent and not yet received; a send waits
-    while there are so many. Raises ValueError unless it is at least 1.
+    channel_capacity: the number of messages from one rank to another that may be sent and not yet received;
+    at that number a send waits. Raises ValueError unless it is at least 1.
     on_action: called with (rank, action) in an order in which the actions can run.
     """
     if channel_capacity < 1:
@@ -51,14 +51,14 @@ def _check_sizes(schedule: Schedule) -> None:
     for stage, rank in enumerate(schedule.placement):
         _require(
             0 <= rank < schedule.ranks,
-            f"Stage {stage} is placed on rank {rank}, and there are actions for {schedule.ranks} rank(s).",
+            f"Stage {stage} is placed on rank {rank}, but there are actions for {schedule.ranks} rank(s).",
         )
     for rank in range(schedule.ranks):
         _require(rank in schedule.placement, f"No stage is placed on rank {rank}.")
 
 
 def _check_actions(schedule: Schedule, rank: int) -> None:
-    """What `rank` runs is what its stages need, each once."""
+    """Checks that `rank` runs exactly the actions that its stages need, each once."""
     found = Counter(schedule.actions[rank])
     for action, times in found.items():
         _check_place(schedule, rank, action)
@@ -72,7 +72,7 @@ def _check_actions(schedule: Schedule, rank: int) -> None:
         halves = [half for half in (of_input, of_weight) if half in found]
         _require(
             not (whole in found and halves),
-            f"Rank {rank} runs {whole} and also {' and '.join(map(str, halves))}, which is a part of it.",
+            f"Rank {rank} runs {whole} and also its part {' and '.join(map(str, halves))}; run one of both.",
         )
         computes = (Action(Kind.FORWARD, *one), *((of_input, of_weight) if halves else (whole,)))
         for compute in computes:
@@ -144,7 +144,7 @@ def _check_order_of_messages(schedule: Schedule) -> None:
         for expected, receive in zip(order, received[source, to], strict=True):
             _require(
                 expected == receive,
-                f"Rank {to} receives {receive} where the next message that rank {source} sends it is "
+                f"Rank {to} receives {receive}, but the next message from rank {source} is "
                 f"{expected.counterpart}.",
             )
 
@@ -152,8 +152,8 @@ def _check_order_of_messages(schedule: Schedule) -> None:
 def _check_memory(schedule: Schedule, most_in_flight: Sequence[int]) -> None:
     if len(most_in_flight) != schedule.ranks:
         raise ValueError(
-            f"most_in_flight has {len(most_in_flight)} bounds and the schedule {schedule.ranks} ranks; give "
-            "one a rank."
+            f"most_in_flight has {len(most_in_flight)} bounds, but the schedule {schedule.ranks} ranks; give "
+            "one for each rank."
         )
     for rank, bound in enumerate(most_in_flight):
         peak = schedule.peak_in_flight(rank)
@@ -161,7 +161,7 @@ def _check_memory(schedule: Schedule, most_in_flight: Sequence[int]) -> None:
 
 
 class _Execution:
-    """Runs the lists without tensors: every rank as far as it comes, again and again."""
+    """Runs the lists without tensors: each rank in turn as far as it can, until no rank can go on."""
 
     def __init__(
         self, schedule: Schedule, channel_capacity: int, on_action: Callable[[int, Action], None]
@@ -170,11 +170,11 @@ class _Execution:
         self.channel_capacity = channel_capacity
         self.on_action = on_action
         self.next = [0] * schedule.ranks
-        """Of each rank, the place in its list."""
+        """Each rank's place in its list."""
         self.whole = {action for own in schedule.actions for action in own if action.kind is Kind.BACKWARD}
         self.done: set[Action] = set()
         self.channels: defaultdict[tuple[int, int], deque[Action]] = defaultdict(deque)
-        """Messages of each directed pair of ranks that are sent and not received."""
+        """Messages that are sent and not yet received, by (sender, receiver)."""
 
     def run(self) -> None:
         ranks = range(self.schedule.ranks)
@@ -190,7 +190,7 @@ class _Execution:
         return actions[self.next[rank]] if self.next[rank] < len(actions) else None
 
     def _advance(self, rank: int) -> int:
-        """Runs `rank` until it has to wait; how many actions it ran."""
+        """Runs `rank` until it has to wait. Returns how many actions it ran."""
         start = self.next[rank]
         while (action := self._current(rank)) is not None and self._wait(rank, action) is None:
             if action.kind.is_send:
@@ -206,7 +206,7 @@ class _Execution:
         return self.channels[self.schedule.placement[send.stage], self.schedule.peer(send)]
 
     def _wait(self, rank: int, action: Action) -> tuple[str, int] | None:
-        """What `rank` must wait for before `action`, and the rank that can end it; None: nothing."""
+        """Returns what `rank` must wait for before `action`, and the rank that ends the wait; else None."""
         for need in self._needs(action):
             if need not in self.done:
                 owner = self.schedule.placement[need.stage]
@@ -220,7 +220,7 @@ class _Execution:
         return None
 
     def _needs(self, action: Action) -> Iterator[Action]:
-        """What must have run before `action`."""
+        """Yields the actions that must have run before `action`."""
         stage, micro_batch, part = action.stage, action.micro_batch, action.slice
         receive = received_before(action, self.schedule.placement)
         if receive is not None:
@@ -245,12 +245,12 @@ class _Execution:
                     yield self._backward(stage, micro_batch, part + 1)
 
     def _backward(self, stage: int, micro_batch: int, part: int) -> Action:
-        """The backward that makes the input's gradient: whole or not, as the schedule has it."""
+        """Returns the schedule's action that makes the input's gradient: a BACKWARD or a BACKWARD_INPUT."""
         whole = Action(Kind.BACKWARD, stage, micro_batch, part)
         return whole if whole in self.whole else whole.as_kind(Kind.BACKWARD_INPUT)
 
     def _deadlock(self, rank: int) -> str:
-        """The circle of ranks that wait for each other, found by asking each for whom it waits."""
+        """Describes the circle of ranks that wait for each other."""
         waits: dict[int, str] = {}
         while rank not in waits:
             action = self._current(rank)

@@ -1,4 +1,4 @@
-"""Gradients of linear weights that wait until the schedule has time for them."""
+"""Delays the gradients of linear weights until the schedule has time for them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pyruntime.comm.core import _C
 from pyruntime.nn.weight_sinks import AddedToGrad, patch_linears, unpatch_linears, weights_with_sinks
 
 Deferred = Callable[[], None]
-"""Multiplies what is left of a dW = dY^T X and adds it to the gradient."""
+"""Computes what remains of dW = dY^T X and adds it to the gradient."""
 
 
 class Taker(Protocol):
-    """What becomes of a GEMM."""
+    """The receiver of (dY, X) of a linear weight, which adds dY^T X to the weight's gradient."""
 
     def add_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor, last: bool, later: bool) -> None:
         """See `Sharded.add_product`."""
@@ -29,10 +29,10 @@ class Taker(Protocol):
 
 
 class WeightGradients:
-    """Takes (dY, X) of the linear weights of `modules` and multiplies them, at once or when it is told.
+    """Takes (dY, X) of the linear weights of `modules` and multiplies them, at once or when `take` is called.
 
-    taker: gets the GEMMs; by default they are added to weight.grad. Between hosts those that wait are
-    multiplied under whatever this rank waits for until then, piece by piece, with the same bits.
+    taker: gets the GEMMs; by default they are added to weight.grad. Between hosts the deferred ones are
+    computed in parts while this rank waits for others, with the same bits.
     """
 
     def __init__(self, modules: Iterable[nn.Module], taker: Taker | None = None):
@@ -42,18 +42,18 @@ class WeightGradients:
         self._weights = [weight for module in modules for weight in weights_with_sinks(module)]
         self._waiting: list[Deferred] | None = None
         self.last = False
-        """Whether what comes now are the step's last GEMMs of their weights."""
+        """Whether the GEMMs from now on are the step's last ones of their weights."""
         for weight in self._weights:
             _C.set_weight_gradient_sink(weight, self._sink(weight))
 
     def _sink(self, weight: nn.Parameter) -> Callable[[Tensor, Tensor, bool], None]:
-        # Keeps neither this object nor the weight alive: the C++ core holds it for good.
+        # Keeps neither this object nor the weight alive: the C++ core holds the function for good.
         own, of_weight = weakref.ref(self), weakref.ref(weight)
 
         def take(dy: Tensor, x: Tensor, later: bool) -> None:
             taker, found = own(), of_weight()
             if taker is None or found is None:
-                raise RuntimeError("A pipeline's stage outlived its Pipeline; keep it, or close() it.")
+                raise RuntimeError("A stage's Pipeline was deleted before backward; keep it, or close() it.")
             taker._on_gemm(found, dy, x, later)
 
         return take
@@ -70,7 +70,7 @@ class WeightGradients:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[list[Deferred]]:
-        """GEMMs of backward passes within are not run, but appended to the list."""
+        """Within this context the GEMMs of backward passes are not run but appended to the returned list."""
         gemms: list[Deferred] = []
         self._waiting = gemms
         try:
@@ -80,12 +80,12 @@ class WeightGradients:
 
     @torch.no_grad()
     def take(self, gemms: list[Deferred]) -> None:
-        """Runs what was deferred."""
+        """Runs the deferred GEMMs."""
         for finish in gemms:
             finish()
 
     def close(self) -> None:
-        """Gives the gradients back to autograd."""
+        """Lets autograd accumulate the weights' gradients again."""
         for weight in self._weights:
             _C.set_weight_gradient_sink(weight, None)
         unpatch_linears(self._patched)

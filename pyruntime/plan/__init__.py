@@ -1,2 +1,2 @@
-"""Plans of a run as data, made by pure functions: which mesh fits and is fastest, and how a sequence is cut
-into slices for a pipeline. Nothing here knows of a model's code, of an executor or of a trainer."""
+"""Plans of a run as data, made by pure functions: the fastest mesh that fits, and slices of a sequence for a
+pipeline. Independent of model code, executor and trainer."""

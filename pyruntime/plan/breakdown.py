@@ -1,4 +1,4 @@
-"""One candidate taken apart: where its time and its memory go, and what could be done."""
+"""Explains one candidate: its time and memory by part, and advice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyruntime.text import columns
 
 NAMES = {
     "compute": "GEMMs, attention, norms of the slowest stage",
-    "recompute": "what is computed again in backward passes",
+    "recompute": "recomputation in backward passes",
     "tp": "exposed: tensor parallelism (AxoNN: sums over x and y)",
     "cp": "exposed: keys and values round the ring",
     "pp": "exposed: first and last messages between stages",
@@ -27,7 +27,7 @@ NAMES = {
 
 
 def explain(predictor: Predictor, candidate: Candidate, refusal: Refusal) -> str:
-    """Sections of text: time, linears, memory, pipeline, advice, and whether the trainer runs it."""
+    """Returns sections of text: time, linears, memory, pipeline, advice, and whether the trainer runs it."""
     parts = [_time(predictor, candidate), _linears(predictor, candidate.mesh), _memory(predictor, candidate)]
     parts += [_pipeline(predictor, candidate.mesh), "\n".join(sentences(predictor, candidate))]
     why = refusal(candidate.mesh)
@@ -60,7 +60,7 @@ def _linears(predictor: Predictor, mesh: Mesh) -> str:
             f"{each.transfer * 1e3:.3f}",
             f"{each.forward * 1e3:.3f}",
             f"{each.backward * 1e3:.3f}",
-            "alone" if each.linear.deciding >= wanted else "not alone",
+            "by itself" if each.linear.deciding >= wanted else "not by itself",
         ]
         for each in layer.linears
     ]
@@ -96,26 +96,25 @@ def _pipeline(predictor: Predictor, mesh: Mesh) -> str:
 
 
 def sentences(predictor: Predictor, candidate: Candidate) -> list[str]:
-    """Advice, one sentence an item."""
+    """Returns advice, one sentence for each item."""
     job, mesh, seconds = predictor.job, candidate.mesh, candidate.seconds
     found = advice(job, mesh, predictor.link(mesh, "tp", mesh.tp))
     if seconds.bubble > 0.1 * candidate.total:
         found.append(
-            f"{seconds.bubble / candidate.total:.0%} of the step is bubble: more micro-batches, fewer "
-            f"stages, or one of {', '.join(LESS_BUBBLE)}"
+            f"{seconds.bubble / candidate.total:.0%} of the step is bubble: use more micro-batches, "
+            f"fewer stages, or one of {', '.join(LESS_BUBBLE)}"
         )
     if seconds.dp > 0.05 * candidate.total and not mesh.tau:
         found.append(
-            "gradients do not fit under the backward pass: more micro-batches a step, hybrid sharding inside "
-            "fast groups" + ("" if job.cluster.is_of_gpus else ", or CO2")
+            "the backward pass does not hide the gradients: use more micro-batches a step, hybrid sharding "
+            "inside fast groups" + ("" if job.cluster.is_of_gpus else ", or CO2")
         )
     if mesh.tau:
         found.append(
-            f"CO2 averages parameters once in {mesh.tau} steps: it is another algorithm, whose loss must "
-            "be looked at"
+            f"CO2 averages parameters once in {mesh.tau} steps: it is another algorithm, so check its loss"
         )
     if candidate.verdict == "risky":
         found.append(
-            "between 80 and 100 % of the memory: some such runs went out of memory (arXiv 2411.06465)"
+            "it needs 80 to 100 % of the memory: some such runs ran out of memory (arXiv 2411.06465)"
         )
     return [f"- {sentence}" for sentence in found]

@@ -1,4 +1,4 @@
-"""A machine as data: what its GPUs compute and hold, and how fast nested groups of them talk."""
+"""A machine as data: speed and memory of its GPUs, and bandwidths of nested groups of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent / "clusters"
 
 @dataclass(frozen=True)
 class Inside:
-    """What a group that fits into a node was measured at: `size` ranks, `inner` of them apart."""
+    """A measured group inside a node: `size` ranks, `inner` apart."""
 
     inner: int
     size: int
@@ -34,13 +34,13 @@ class Cluster:
     description: str
     gpu: str
     peak_flops: float
-    """Of one GPU in 16-bit GEMMs, operations/s."""
+    """Operations/s of one GPU in 16-bit GEMMs."""
     efficiency: float
     """Share of the peak that large GEMMs reach."""
     memory_bytes: float
-    """Of one GPU."""
+    """Memory of one GPU."""
     memory_bandwidth: float
-    """Of one GPU's own memory, bytes/s."""
+    """Bandwidth of one GPU's own memory, bytes/s."""
     gpus_per_node: int
     between: float
     """Bytes/s that leave a node through all its adapters together."""
@@ -50,28 +50,28 @@ class Cluster:
     latency_between: float = 0.0
     """Seconds of a step of a ring between nodes."""
     half_features: float = 0.0
-    """Features of the smaller side of a rank's weight at which GEMMs reach half of that share: tiles, and
-    what a kernel does before and after its loop, count for more in thin GEMMs."""
+    """Features of the smaller side of a rank's weight at which GEMMs reach half of that share. In thin GEMMs,
+    tiles and the work before and after a kernel's loop count for more."""
     attention_efficiency: float = 0.0
     """Share of the peak that attention reaches; 0: as GEMMs do."""
     core_bandwidth: float = 0.0
-    """Bytes/s at which a rank spends its own time on what it receives, hidden or not; 0: none of it, where
-    copy engines and adapters move data. CPU ranks copy and sum with the core that multiplies, and it also
-    waits for the weights of a GEMM to come from memory."""
+    """Bytes/s at which a rank spends its own time on what it receives, hidden or not. 0: none, because copy
+    engines and adapters move data. CPU ranks copy and sum with the core that multiplies, and that core also
+    waits for a GEMM's weights to come from memory."""
     core_share: float = 1.0
-    """Of its speed alone, what a rank has while all ranks of a node compute. CPU ranks may share cores: what
-    one leaves idle goes to the others."""
+    """Speed of a rank while all ranks of its node compute, over its speed when they do not. CPU ranks may
+    share cores: what one leaves idle goes to the others."""
     layer_overhead: float = 0.0
-    """Seconds that a layer's forward pass takes whatever its size; a backward pass takes twice that."""
+    """Seconds of a layer's forward pass that do not depend on its size; a backward pass takes twice that."""
     process_bytes: float = 1.5e9
-    """What a rank's memory holds beside tensors: context, communicators, libraries."""
+    """Bytes of a rank's memory besides tensors: context, communicators, libraries."""
     rings: tuple[str, ...] = ()
-    """Orders of a node's GPUs, such as "0-1-3-2", in each of which every GPU has a direct link to the next,
-    and the last to the first. Empty where any two have one."""
+    """Orders of a node's GPUs, such as "0-1-3-2". In each order every GPU has a direct link to the next, and
+    the last to the first. Empty: any two GPUs have a direct link."""
 
     @classmethod
     def of_ranks(cls, per_node: int, core_bandwidth: float = 0.0) -> Cluster:
-        """Of which bytes are asked, and no seconds."""
+        """Returns a cluster for counting bytes; its times mean nothing."""
         return cls(
             name="these ranks",
             description="",
@@ -88,7 +88,7 @@ class Cluster:
 
     @property
     def is_of_gpus(self) -> bool:
-        """Whether something else than the ranks' own cores moves their data."""
+        """Whether the ranks' data is moved by something other than their own cores."""
         return not self.core_bandwidth
 
     def fits(self, inner: int, size: int) -> bool:
@@ -96,12 +96,12 @@ class Cluster:
         return inner * size <= self.gpus_per_node
 
     def bandwidth(self, inner: int, size: int) -> float:
-        """Bytes/s through each rank of groups of `size` ranks, all of them at work at once, where the groups
-        of the faster-varying axes have `inner` ranks together.
+        """Returns bytes/s through each rank of groups of `size` ranks, with all groups at work at once. The
+        groups of the faster-varying axes have `inner` ranks together.
 
-        Inside a node it is what was measured (of what was not, the nearest). Between nodes `inner` rings
-        share a node's adapters: between / min(gpus_per_node, inner). Source: AxoNN, arXiv 2305.13525, the
-        communication model.
+        Inside a node it is the measured value, or the nearest one. Between nodes `inner` rings share a node's
+        adapters: between / min(gpus_per_node, inner). Source: AxoNN, arXiv 2305.13525, the communication
+        model.
         """
         if size == 1:
             return math.inf
@@ -119,7 +119,7 @@ class Cluster:
         return self.peak_flops * self.efficiency
 
     def gemm_flops(self, k: float, n: float) -> float:
-        """Operations/s of a GEMM with a weight of k times n on this rank."""
+        """Returns operations/s of a GEMM with a weight of k times n on this rank."""
         thin = min(k, n)
         return self.flops * thin / (thin + self.half_features)
 
@@ -129,15 +129,14 @@ class Cluster:
 
 
 def cluster_names() -> list[str]:
-    """Clusters that are known by name."""
+    """Returns the names of the known clusters."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def find_cluster(name_or_path: str) -> Cluster:
-    """The cluster of that name, or in that TOML file.
+    """Returns the cluster of that name, or the one in that TOML file.
 
-    Raises ValueError, one sentence, where there is neither, with the nearest name; and for what
-    `cluster_from` refuses.
+    Raises ValueError with the nearest name if there is neither, or for what `cluster_from` refuses.
     """
     names = cluster_names()
     if name_or_path.lower() in names:
@@ -158,8 +157,8 @@ def find_cluster(name_or_path: str) -> Cluster:
 
 
 def cluster_from(values: Mapping[str, Any], name: str, source: str) -> Cluster:
-    """The cluster that the keys of a TOML file describe. Raises ValueError that names what is missing,
-    unknown or no number above 0."""
+    """Returns the cluster that the keys of a TOML file describe. Raises ValueError that names a key which is
+    missing, unknown or no number above 0."""
     known = {field.name: field for field in fields(Cluster)}
     for key in values:
         if key not in known or key == "name":
@@ -222,7 +221,7 @@ def _number(value: Any, what: str, optional: bool = False) -> float:
 
 
 def to_toml(cluster: Cluster) -> str:
-    """A file that `find_cluster` reads back to an equal cluster."""
+    """Returns a TOML file from which `find_cluster` reads an equal cluster."""
     lines = []
     for name, value in vars(cluster).items():
         if name == "inside":

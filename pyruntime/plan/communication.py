@@ -1,7 +1,7 @@
 """Seconds of transfers over nested groups.
 
-Ring collectives: of g ranks each moves (g - 1)/g of the whole operand through its link, in g - 1 steps.
-Bandwidth is the effective one of nested groups, see `Cluster.bandwidth`.
+In a ring collective each of g ranks moves (g - 1)/g of the whole operand through its link, in g - 1 steps.
+The bandwidth is the effective one of nested groups (`Cluster.bandwidth`).
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from pyruntime.plan.cluster import Cluster
 
 @dataclass(frozen=True)
 class Link:
-    """What a group of one axis has to itself while all groups of the axis communicate."""
+    """Bandwidth and latency of a group of one axis while all groups of the axis communicate."""
 
     size: int
     """Ranks of a group."""
     bandwidth: float
     """Bytes/s through each rank."""
     latency: float
-    """Seconds of a step of a ring."""
+    """Seconds of one step of a ring."""
     crosses: bool
-    """Whether it leaves the node, and shares its adapters with other axes that do."""
+    """Whether it leaves the node and shares its adapters with other axes that do."""
     core: float = 0.0
     """Seconds of its own that a rank spends on a byte; see `Cluster.core_bandwidth`."""
 
 
 ALONE = Link(1, math.inf, 0.0, False)
-"""Of a group of one rank."""
+"""The link of a group of one rank."""
 
 
 def link(cluster: Cluster, inner: int, size: int) -> Link:
-    """Of groups of `size` ranks whose faster-varying axes have `inner` ranks together."""
+    """Returns the link of groups of `size` ranks whose faster-varying axes have `inner` ranks together."""
     crosses = size > 1 and not cluster.fits(inner, size)
     latency = 0.0 if size == 1 else cluster.latency_between if crosses else cluster.latency_inside
     core = 1 / cluster.core_bandwidth if cluster.core_bandwidth else 0.0
@@ -41,7 +41,7 @@ def link(cluster: Cluster, inner: int, size: int) -> Link:
 
 
 def all_gather(nbytes: float, over: Link) -> float:
-    """Seconds of an all-gather or a reduce-scatter whose whole operand is `nbytes`."""
+    """Returns the seconds of an all-gather or a reduce-scatter whose whole operand is `nbytes`."""
     if over.size == 1:
         return 0.0
     steps = over.size - 1
@@ -49,16 +49,16 @@ def all_gather(nbytes: float, over: Link) -> float:
 
 
 def own_seconds(nbytes: float, over: Link) -> float:
-    """What of an all-gather or a reduce-scatter of `nbytes` bytes in all the rank spends itself: no GEMM
-    can hide that."""
+    """Returns the seconds that the rank itself spends on an all-gather or a reduce-scatter of `nbytes` in
+    all; no GEMM can hide them."""
     return (over.size - 1) / over.size * nbytes * over.core
 
 
 def all_reduce(nbytes: float, over: Link) -> float:
-    """Seconds: a reduce-scatter and an all-gather."""
+    """Returns the seconds of a reduce-scatter and an all-gather."""
     return 2 * all_gather(nbytes, over)
 
 
 def send(nbytes: float, over: Link) -> float:
-    """Seconds from one rank to the next."""
+    """Returns the seconds from one rank to the next."""
     return 0.0 if over.size == 1 else nbytes / over.bandwidth + over.latency

@@ -1,4 +1,4 @@
-"""What a search found, for people and for programs."""
+"""Presents the result of a search: a table and sentences for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pyruntime.text import columns
 GB = 1e9
 VERDICTS = {"fits": "fits", "risky": "is risky", "does not fit": "does not fit"}
 Refusal = Callable[[Mesh], str | None]
-"""Why the trainer would not run a mesh, in a sentence; None where it would."""
+"""Returns why the trainer would not run a mesh, in a sentence; None if it would."""
 
 
 def table(result: Result, shown: Sequence[Candidate], refusal: Refusal, tokens: float) -> str:
-    """Candidates as lines with a number, by which they can be explained."""
+    """Returns the candidates as lines, each with the number by which it can be explained."""
     job = result.job
     head = [
         "",
@@ -54,7 +54,7 @@ def table(result: Result, shown: Sequence[Candidate], refusal: Refusal, tokens: 
 
 
 def verdict(result: Result, shown: Sequence[Candidate], refusal: Refusal) -> str:
-    """Which line to take, and why the trainer does not run the others."""
+    """Returns which line to take, and why the trainer does not run the others."""
     capacity = result.job.cluster.memory_bytes
     first, why = shown[0], refusal(shown[0].mesh)
     if why is None:
@@ -74,13 +74,13 @@ def verdict(result: Result, shown: Sequence[Candidate], refusal: Refusal) -> str
 
 
 def mfu(job: Job, candidate: Candidate) -> float:
-    """Model FLOPs over what the GPUs could have computed."""
+    """Returns the model's operations as a share of what the GPUs could compute at their peak."""
     peak = job.cluster.peak_flops * job.gpus
     return job.model.step_flops(job.tokens, job.seq) / candidate.total / peak
 
 
 def heading(result: Result, seconds: float) -> str:
-    """What was asked and how many meshes there were."""
+    """Returns a description of the job and the number of meshes searched."""
     job = result.job
     lines = [
         f"{job.model.name}: {job.model.parameters / 1e9:.1f} B parameters; {job.gpus} x {job.cluster.gpu} "
@@ -95,12 +95,12 @@ def heading(result: Result, seconds: float) -> str:
 
 
 def nothing_fits(result: Result) -> str:
-    """The sentence for a search without result."""
+    """Returns the sentence for a search without result."""
     nearest = result.nearest
     if nearest is None:
         return (
-            f"There is no legal mesh of {result.job.gpus} GPUs for {result.job.batch} sequences; a batch "
-            "that divides by more data-parallel ranks, or another number of GPUs, has some."
+            f"There is no legal mesh of {result.job.gpus} GPUs for {result.job.batch} sequences; use a batch "
+            "that more data-parallel ranks divide, or another number of GPUs."
         )
     need = nearest.memory.total / GB
     return (
@@ -111,8 +111,7 @@ def nothing_fits(result: Result) -> str:
 
 
 def document(result: Result, shown: Sequence[Candidate], refusal: Refusal, tokens: float) -> str:
-    """The search as JSON: the job, then the candidates with all parts of their time and memory, in SI
-    units."""
+    """Returns the search as JSON: the job, and candidates with all parts of time and memory, in SI units."""
     job = result.job
 
     def one(candidate: Candidate) -> dict[str, Any]:

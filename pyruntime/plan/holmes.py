@@ -1,7 +1,7 @@
-"""One pipeline across clusters that share only a slow network: stages of unequal speed.
+"""Plans one pipeline across clusters that share only a slow network: its stages have unequal speeds.
 
-The pipeline, which moves least, goes across clusters; tensor parallelism stays inside a node and data
-parallelism inside one kind of network adapter. Layers are shared out in proportion to speed.
+The pipeline, which sends least, goes across clusters. Tensor parallelism stays inside a node, data
+parallelism inside one kind of network adapter. Layers are divided in proportion to speed.
 
 Source: Holmes, arXiv 2312.03549, sections 3 and 4.
 """
@@ -27,35 +27,35 @@ class Across:
     """A mesh over several clusters."""
 
     mesh: Mesh
-    """pp counts the stages of all clusters."""
+    """Its pp counts the stages of all clusters."""
     layers: tuple[int, ...]
-    """Of each stage, of which every cluster has as many, in the pipeline's order."""
+    """Layers of each stage, in the pipeline's order; every cluster has equally many stages."""
     seconds: tuple[float, ...]
-    """Of each stage for one micro-batch, forward and backward."""
+    """Seconds of each stage for one micro-batch, forward and backward."""
     total: float
-    """Of a step."""
+    """Seconds of a step."""
 
 
 def layers_of_clusters(layers: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Layers of each cluster: floor(N S_i / sum S), the rest to the last.
+    """Returns the layers of each cluster: floor(N S_i / sum S), and the rest for the last.
 
-    speeds: in any unit. Raises ValueError where a cluster gets no layer.
+    speeds: in any unit. Raises ValueError if a cluster gets no layer.
     """
     total = sum(speeds)
-    # Quotients that should be whole may lie a rounding error below.
+    # Quotients that should be whole may be smaller by a rounding error.
     shares = [math.floor(layers * speed / total + 1e-9) for speed in speeds[:-1]]
     shares.append(layers - sum(shares))
     if min(shares) < 1:
         raise ValueError(
             f"{layers} layers over clusters of speeds {', '.join(f'{speed:g}' for speed in speeds)} leave "
-            "one without a layer; leave that cluster out."
+            "one without a layer; do not use that cluster."
         )
     return tuple(shares)
 
 
 def split_evenly(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each of `stages` stages, the first ones more. Raises ValueError for more stages than
-    layers."""
+    """Returns the layers of each of `stages` stages; the first ones get more. Raises ValueError for more
+    stages than layers."""
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot be cut into {stages} stages; use 1 to {layers}.")
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
@@ -64,15 +64,14 @@ def split_evenly(layers: int, stages: int) -> tuple[int, ...]:
 def search_across(
     job: Job, clusters: Sequence[Cluster], between: float, overlap: Overlap = "fused", rules: Rules = PAPER
 ) -> list[Across]:
-    """All meshes over several clusters whose every stage fits into 80 % of its cluster's memory, fastest
-    first.
+    """Returns all meshes over several clusters, fastest first; each stage fits into 80 % of its memory.
 
-    Tensor parallelism lies inside nodes of every cluster, stages are shared evenly. between: bytes/s of one
-    rank to another cluster. Raises ValueError where the GPUs do not divide over the clusters.
+    Tensor parallelism stays inside nodes of every cluster, and clusters have equally many stages. between:
+    bytes/s of one rank to another cluster. Raises ValueError if the GPUs do not divide over the clusters.
     """
     check_job(job)
     if job.gpus % len(clusters):
-        raise ValueError(f"{job.gpus} GPUs do not divide over {len(clusters)} clusters; each has as many.")
+        raise ValueError(f"{job.gpus} GPUs do not divide over {len(clusters)} clusters; use as many in each.")
     node = min(cluster.gpus_per_node for cluster in clusters)
     choice = SearchSpace(axonn=False, co2=False, hybrid=False, kinds=KINDS_BETWEEN_CLUSTERS)
     found = []
@@ -105,10 +104,9 @@ def across(
     between: float,
     overlap: Overlap = "fused",
 ) -> Across:
-    """`mesh` with its stages shared evenly by `clusters`, as many GPUs of each, and layers by predicted
-    speed.
+    """Returns `mesh` over `clusters`: each has as many GPUs and stages, and layers by predicted speed.
 
-    between: bytes/s of one rank to another cluster. Raises ValueError where a stage would get no layer.
+    between: bytes/s of one rank to another cluster. Raises ValueError if a stage would get no layer.
     """
     own = mesh.pp // len(clusters)
     predictors = [Predictor(replace(job, cluster=cluster), overlap) for cluster in clusters]

@@ -1,4 +1,4 @@
-"""A cluster from what a machine was measured at: alpha and beta of its links, GEMMs, memory."""
+"""Makes a cluster from measurements of a machine: alpha and beta of its links, GEMMs, memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from pyruntime.plan.cluster import Cluster, Inside
 
 PROCESS_BYTES = 0.3e9
-"""Of a rank on a CPU, beside tensors."""
+"""Bytes of a CPU rank's process besides tensors."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class AlphaBeta:
     """Seconds of a collective of n bytes over g ranks: (g - 1) alpha + (g - 1)/g n / bandwidth."""
 
     alpha: float
-    """Seconds of a step of a ring."""
+    """Seconds of one step of a ring."""
     bandwidth: float
     """Bytes/s through each rank."""
     error: float
@@ -26,22 +26,23 @@ class AlphaBeta:
 
 
 def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float], ranks: int) -> AlphaBeta:
-    """Least squares in relative error over all-gathers of `nbytes` bytes in all that took `seconds`.
+    """Fits alpha and bandwidth by least squares in relative error to all-gathers of `nbytes` bytes in all
+    that took `seconds`.
 
-    Raises ValueError for fewer than two sizes, or times that do not rise with size, or by less than the fit
-    is wrong.
+    Raises ValueError for fewer than two sizes, and for times that do not rise with size by more than the
+    error of the fit.
     """
     if len(set(nbytes)) < 2 or len(nbytes) != len(seconds):
         raise ValueError(f"alpha and beta need two sizes or more with a time each, found {len(set(nbytes))}.")
     if ranks < 2:
-        raise ValueError(f"alpha and beta are those of 2 ranks or more, found {ranks}.")
+        raise ValueError(f"alpha and beta need 2 ranks or more, found {ranks}.")
     n, t = np.asarray(nbytes, dtype=float), np.asarray(seconds, dtype=float)
     if not (t > 0).all():
         raise ValueError(f"times must be above 0 seconds, found {t.min()}.")
     steps = ranks - 1
     terms = np.stack([np.full_like(n, steps), steps / ranks * n], axis=1)
     alpha, beta = np.linalg.lstsq(terms / t[:, None], np.ones_like(t), rcond=None)[0]
-    if alpha < 0:  # Noise: the line through the origin.
+    if alpha < 0:  # Noise: fit a line through the origin.
         alpha, beta = 0.0, float((terms[:, 1] / t).sum() / ((terms[:, 1] / t) ** 2).sum())
     if not beta > 0:
         raise ValueError("times do not rise with the size, so there is no bandwidth; measure larger ones.")
@@ -49,7 +50,7 @@ def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float], ranks: int
     error = float(np.abs(fitted / t - 1).mean())
     largest = int(n.argmax())
     share = beta * terms[largest, 1] / fitted[largest]
-    if alpha > 0 and share <= 2 * error:  # the slope is of the size of the noise
+    if alpha > 0 and share <= 2 * error:  # the slope is as small as the noise
         raise ValueError(
             f"the bytes of the largest size take {share:.0%} of its time, and "
             f"the fit is wrong by {error:.0%}: there is no bandwidth in such times; measure larger ones, "
@@ -72,11 +73,11 @@ def cluster_of(
     core_bandwidth: float = 0.0,
     core_share: float = 1.0,
 ) -> Cluster:
-    """A machine of hosts with `ranks_per_host` ranks. flops: operations/s that GEMMs reach, which
-    therefore stand as the peak with an efficiency of 1.
+    """Returns a machine of hosts with `ranks_per_host` ranks. flops: operations/s that GEMMs reach; it
+    becomes the peak, with efficiency 1.
 
-    between: of a ring with one rank on each host, which has the host's adapter to itself. What was not
-    measured is taken to be as the other.
+    between: measured on a ring with one rank on each host, which has the host's adapter to itself. If
+    `inside` or `between` was not measured, the other one stands for it.
     """
     near = inside or between
     far = between or inside

@@ -1,4 +1,4 @@
-"""What a rank's memory holds, by formula, and whether that fits.
+"""Estimates a rank's memory by formula, and whether it fits.
 
 Symbols: s tokens and h features of the residual stream, a query and k key/value heads, t tensor-parallel
 ranks, c context-parallel ranks, b sequences of a micro-batch.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import assert_never
 
 from pyruntime.choices import Recomputation
 from pyruntime.plan.mesh import Job, Mesh
@@ -18,41 +19,40 @@ from pyruntime.plan.models import ModelShape
 from pyruntime.plan.pipelines import deferred, in_flight, last_stage_rank, layers_by_rank
 
 SAFE = 0.8
-"""Share of a GPU's memory up to which no estimated run went out of memory (arXiv 2411.06465, 454 runs)."""
+"""Share of a GPU's memory up to which no estimated run ran out of memory (arXiv 2411.06465, 454 runs)."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a training program keeps, in bytes."""
+    """Bytes that a training program keeps."""
 
     weight: float = 2
-    """Of a parameter."""
+    """Bytes of a parameter."""
     gradient: float = 4
-    """Of a parameter's gradient, where one micro-batch after another adds to it."""
+    """Bytes of a parameter's gradient to which several micro-batches add."""
     optimizer: float = 12
-    """Of a parameter's fp32 master weight and two moments."""
+    """Bytes of a parameter's fp32 master weight and two moments."""
     ffn_kept: int = 2
-    """Tensors of a gated feed-forward network that are kept besides gate and up: silu(gate) and
-    silu(gate) * up, or the latter alone."""
+    """Tensors of a gated feed-forward network that are kept besides gate and up: silu(gate) and silu(gate) *
+    up, or only the latter."""
     heap: float = 0
-    """Of activations, what is resident besides: freed pieces of the heap that nothing fits into."""
+    """Resident memory besides activations, as a share of them: freed heap too small for reuse."""
     largest_gradients: float = 0
-    """Gradients of the largest weight that are there for a moment beside those that are kept."""
+    """Number of temporary gradients of the largest weight, besides those that are kept."""
     logits: float = 4
-    """Of a logit, with what its loss keeps."""
+    """Bytes of a logit, including what its loss keeps."""
     reduced_gradient: float | None = None
-    """Of a parameter's gradient as it travels to who holds the shard; None: ZeRO-2 cuts `gradient` itself, so
-    that nothing whole is kept."""
+    """Bytes of a parameter's gradient on its way to the owner of the shard; None: ZeRO-2 cuts `gradient`
+    itself, and nothing whole is kept."""
     outer: float = 6
-    """Of CO2, of a parameter's outer iterate, its momentum, and what is being averaged (arXiv 2401.16265;
-    derived)."""
+    """Bytes that CO2 adds for a parameter: outer iterate, momentum, and the average under way (arXiv
+    2401.16265; derived)."""
     workspaces: bool = False
     """Whether chunks travel through symmetric memory: four slots of the largest operand of an axis."""
     peers_resident: bool = True
-    """Whether the slots of peers of an axis, which are read where they lie, count as this rank's memory too,
-    as pages do on CPUs."""
+    """Whether peers' slots that this rank reads in place count as its memory too, as pages do on CPUs."""
     element: float = 2
-    """Of an activation."""
+    """Bytes of an activation's element."""
     made_whole: bool = False
     """Whether a rank makes the weights of its stage whole before ZeRO 3 cuts them."""
 
@@ -62,28 +62,31 @@ class Rules:
         return self.reduced_gradient is not None
 
     def of(self, job: Job) -> Rules:
-        """These rules with the job's rounding: at random, weights need no master."""
+        """Returns these rules with the job's rounding: stochastic rounding needs no master weights."""
         if job.rounding == "nearest":
             return self
         return replace(self, optimizer=self.optimizer - MASTER)
 
 
 PAPER = Rules()
-"""Mixed precision as Megatron-LM has it: fp32 main gradients, 18 bytes a parameter."""
+"""Mixed precision as in Megatron-LM: fp32 main gradients, 18 bytes a parameter."""
 MASTER = 4
 """Bytes of an fp32 master weight."""
 MOMENT = 4
-"""Bytes of an fp32 running mean; of a parameter AdamW keeps two, Muon one."""
+"""Bytes of an fp32 running mean; AdamW keeps two for a parameter, Muon one."""
 SLOTS = 4
-"""Flights of a group that may be under way, and messages of a channel between stages."""
+"""Most open flights of a group, and most messages of a channel between stages."""
+ROUTER_BYTES = 12
+"""Bytes of a token and an expert that a router keeps: three fp32 numbers."""
+IMBALANCE = 2.0
+"""Rows of the experts of the busiest rank over the mean, in the first steps of a run."""
 BUCKET_BYTES = 4 << 20
-"""Up to so much, with its padding, weights travel together; not at ZeRO stage 3, where few do
-(`pyruntime.shard`)."""
+"""Padded size up to which weights travel together; not at ZeRO stage 3, where few do (`pyruntime.shard`)."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank."""
+    """Bytes of one rank, by use."""
 
     weights: float
     gradients: float
@@ -93,15 +96,15 @@ class Memory:
     workspaces: float
     """Gathered weights, symmetric memory, messages between stages."""
     heap: float
-    """Memory that is resident without being in use, and what is there for a moment."""
+    """Resident memory that is not in use, and temporary memory."""
     process: float
     """Context, communicators, libraries."""
     start: float = 0.0
-    """While the model is made, all together; 0 where that is never more than a step takes."""
+    """All memory while the model is made; 0 if that never exceeds a step's."""
 
     @property
     def total(self) -> float:
-        """At most: in a step, or while the model is made."""
+        """The maximum over a step and the making of the model."""
         return max(self.step, self.start)
 
     @property
@@ -114,7 +117,7 @@ class Memory:
 
 
 def verdict(needed: float, capacity: float) -> str:
-    """`fits` up to 80 % of the capacity, `risky` up to 100 %, `does not fit` beyond (arXiv 2411.06465)."""
+    """Returns `fits` up to 80 % of capacity, `risky` up to 100 %, else `does not fit` (arXiv 2411.06465)."""
     if needed <= SAFE * capacity:
         return "fits"
     return "risky" if needed <= capacity else "does not fit"
@@ -127,36 +130,41 @@ def layer_activations(
     rules: Rules = PAPER,
     recompute: Recomputation = "none",
 ) -> float:
-    """Bytes that one layer keeps of a forward pass of `tokens` tokens until its backward pass, with flash
-    attention.
+    """Returns the bytes that one layer keeps from a forward pass of `tokens` tokens until its backward pass,
+    with flash attention.
 
     By default and for a gated network tokens h (12 + 4 k/a + 8 h_ffn/h) / t, equation 12: inputs of the two
     norms and of the two column linears (8), queries and attention's output (4), keys and values, gate, up,
-    silu(gate) and silu(gate) * up. Selective recomputation leaves out the inputs of column linears, which the
-    norms make again, and what is made of gate and up: tokens h (8 + 4 k/a + 4 h_ffn/h) / t. Full
-    recomputation keeps the layer's input: tokens h 2 / t.
+    silu(gate) and silu(gate) * up. Selective recomputation drops the inputs of column linears, which the
+    norms recompute, and what is made of gate and up: tokens h (8 + 4 k/a + 4 h_ffn/h) / t. Full recomputation
+    keeps the layer's input: tokens h 2 / t.
     """
     return tokens * (_wide(model, recompute) + _cut(model, rules, recompute)) / tp
 
 
 def _wide(model: ModelShape, recompute: Recomputation) -> float:
-    """Bytes of a token that are kept of the residual stream."""
+    """Returns the bytes of a token that are kept of the residual stream."""
     return 2 * {"none": 4, "selective": 2, "full": 1}[recompute] * model.hidden
 
 
 def _cut(model: ModelShape, rules: Rules, recompute: Recomputation) -> float:
-    """And of what is as wide as heads and feed-forward columns."""
+    """Returns the bytes of a token that are kept of tensors as wide as heads and feed-forward columns."""
     if recompute == "full":
         return 0.0
     made = 0 if recompute == "selective" else (rules.ffn_kept if model.gated else 1)
-    return 2 * (model.qkv + model.attention_width + model.up + made * model.ffn)
+    attention = model.qkv + model.attention_width
+    if not model.experts:
+        return 2 * (attention + model.up + made * model.ffn)
+    # An expert keeps only gate and up of its rows; a router keeps fp32.
+    routed = 2 * model.per_token * model.expert_ffn
+    return 2 * (attention + routed + (2 + made) * model.shared_ffn) + ROUTER_BYTES * model.experts
 
 
 def parameters_of_rank(
     model: ModelShape, tp: int, layers: int, first: bool, last: bool
 ) -> tuple[float, float]:
-    """Parameters of a rank with so many layers, with the embedding, with the head: matrices, which tensor
-    parallelism cuts, and vectors, which it does not."""
+    """Returns the parameters of a rank with `layers` layers, with the embedding if `first`, with the head if
+    `last`: matrices, which tensor parallelism cuts, and vectors, which it does not."""
     matrices = layers * model.layer_matrices
     vectors = layers * model.layer_vectors
     if first:
@@ -167,18 +175,21 @@ def parameters_of_rank(
     return matrices / tp, vectors
 
 
-def states(parameters: float, mesh: Mesh, micro_batches: int, rules: Rules) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimizer states of `parameters` parameters.
+def states(
+    parameters: float, mesh: Mesh, micro_batches: int, rules: Rules, shard: float | None = None
+) -> tuple[float, float, float]:
+    """Returns the bytes of weights, gradients and optimizer states of `parameters` parameters. shard: by how
+    much ZeRO divides those of the fullest rank; None: by the number of ranks.
 
-    ZeRO (Rajbhandari et al. 2020): stage 1 cuts optimizer states over dp cp ranks, 2 gradients too, 3 weights
-    too.
+    ZeRO (Rajbhandari et al. 2020): stage 1 cuts optimizer states over dp cp ranks, stage 2 gradients too,
+    stage 3 weights too.
     """
-    shard, zero = mesh.shard, mesh.zero if not mesh.tau else 0
+    shard, zero = mesh.shard if shard is None else shard, mesh.zero if not mesh.tau else 0
     weights = rules.weight / (shard if zero == 3 else 1)
     optimizer = rules.optimizer / (shard if zero else 1)
     gradients = rules.gradient / (shard if zero >= 2 else 1)
     if rules.reduced_gradient is not None and mesh.dp * mesh.cp > 1:
-        # Where weights are cut, what they are going to be lies beside the gradients until the step counts.
+        # If weights are cut, the new weights lie beside the gradients until the step counts.
         held = (rules.reduced_gradient + rules.weight) / shard if zero else rules.reduced_gradient
         gradients = held + (4 if micro_batches > 1 else 0)
     if mesh.tau:
@@ -194,9 +205,9 @@ def memory_of_rank(
     process: float | None = None,
     layers: int | None = None,
 ) -> Memory:
-    """What rank `rank` of the pipeline holds at most.
+    """Returns the most memory that rank `rank` of the pipeline needs.
 
-    process: bytes beside tensors; None: the cluster's. layers: of this rank; None: as the trainer cuts them.
+    process: bytes besides tensors; None: the cluster's. layers: of this rank; None: as the trainer cuts them.
     """
     rules = rules.of(job)
     model, last = job.model, last_stage_rank(mesh)
@@ -205,17 +216,32 @@ def memory_of_rank(
     if layers is None:
         layers = layers_by_rank(model, mesh)[rank]
     matrices, vectors = parameters_of_rank(model, 1, layers, rank == 0, rank == last)
-    parameters = matrices / cut + vectors
+    # Experts are whole: the fullest rank has more than its share.
+    of_all = layers * model.layer_experts
+    fullest = of_all * model.fullest(mesh.tp) / cut
+    parameters = (matrices - of_all) / cut + vectors
     weights, gradients, optimizer = states(parameters, mesh, micro_batches, rules)
+    if model.experts:
+        # ZeRO cuts a rank's experts into whole ones too.
+        of_rank = -(-model.experts // mesh.tp)
+        of_experts = states(fullest, mesh, micro_batches, rules, of_rank / -(-of_rank // mesh.shard))
+        weights, gradients, optimizer = (
+            sum(each) for each in zip((weights, gradients, optimizer), of_experts, strict=True)
+        )
     muon = 0.0
-    if job.optimizer == "muon":
-        held = layers * model.layer_matrices / cut / mesh.shard
-        optimizer -= MOMENT * held
-        muon = _muon(model, held, mesh, rules)
+    match job.optimizer:
+        case "adamw":
+            pass
+        case "muon":
+            held = layers * model.layer_matrices / cut / mesh.shard
+            optimizer -= MOMENT * held
+            muon = _muon(model, held, mesh, rules)
+        case _:
+            assert_never(job.optimizer)
     process = job.cluster.process_bytes if process is None else process
     start = 0.0
     if rules.made_whole:
-        # Beside what stands whole, that which ZeRO 3 leaves a rank of it.
+        # The whole weights, and beside them the shard that ZeRO 3 leaves a rank.
         shards = mesh.z * (mesh.shard if mesh.zero == 3 else 1)
         whole = matrices * mesh.z / cut + vectors
         start = rules.weight * whole * (1 + 1 / shards if shards > 1 else 1) + process
@@ -223,18 +249,17 @@ def memory_of_rank(
     one, again = _one_layer(model, tokens, mesh, rules), mesh.recompute != "none"
     held = in_flight(mesh, rank, micro_batches)
     waiting = deferred(mesh, rank, micro_batches)
-    # Where weights' gradients wait and nothing is computed again, about as much is kept as for the backward
-    # pass.
+    # A waiting weight gradient keeps about as much as the backward pass needs, if nothing is recomputed.
     activations = (held - waiting if again else held) * layers * one
     if again:
         activations += waiting * layers * _waiting_layer(model, tokens) / mesh.tp
     if mesh.recompute == "full":
-        # One layer whole while it is run again.
+        # All activations of one layer, while it is run again.
         activations += _one_layer(model, tokens, replace(mesh, recompute="none"), rules)
-    activations *= rules.element / 2  # the formulas are of 16 bits
+    activations *= rules.element / 2  # the formulas assume 16 bits
     logits = 0.0
     if rank == last:
-        # Of one micro-batch: the last stage goes backward right after it went forward.
+        # Only one micro-batch: the last stage runs its backward pass right after the forward pass.
         logits = tokens * model.vocab / (mesh.tp * mesh.x * mesh.slices) * rules.logits
         logits += 2 * rules.element * tokens * model.hidden / (mesh.tp * mesh.y)
         logits += math.ceil(waiting) * rules.element * tokens * (model.hidden + model.vocab) / mesh.tp
@@ -252,10 +277,10 @@ def memory_of_rank(
 
 
 def worst_memory(job: Job, mesh: Mesh, rules: Rules = PAPER, process: float | None = None) -> Memory:
-    """Of the rank that needs most: the first, which has most in flight, the first of those with as many
-    layers, or the last, which has the logits. process: as `memory_of_rank` has it.
+    """Returns the memory of the rank that needs most. Compares the first rank (most in flight), the middle
+    one, the last (logits), and the first with each layer count. process: see `memory_of_rank`.
 
-    All that estimates a run's memory comes here, so that no two commands answer differently.
+    Every estimate of a run's memory comes from here, so that no two commands differ.
     """
     layers = layers_by_rank(job.model, mesh)
     ranks = {0, mesh.pp // 2, mesh.pp - 1, *map(layers.index, set(layers))}
@@ -266,9 +291,10 @@ def worst_memory(job: Job, mesh: Mesh, rules: Rules = PAPER, process: float | No
 
 
 def _muon(model: ModelShape, held: float, mesh: Mesh, rules: Rules) -> float:
-    """Bytes of matrices that Muon makes orthogonal, of which a rank owns as many parameters as it holds
-    momentum of (docs/explanation/data-parallel.md): what it owns, and of one matrix its fp32 copy, the next
-    iterate and two products; slots that they travel in."""
+    """Returns the bytes that Muon needs to orthogonalize matrices (docs/explanation/data-parallel.md).
+
+    A rank owns as many parameters as it holds momentum of (`held`). It needs these, then for one matrix an
+    fp32 copy, the next iterate and two products, and the slots that matrices travel in."""
     n, k = max(map(sorted, model.layer_shapes), key=lambda sides: sides[0] * sides[1])
     bytes_ = rules.weight * (held + n * k + 2 * n * n) + 4 * n * k
     if rules.workspaces:
@@ -280,16 +306,20 @@ def _muon(model: ModelShape, held: float, mesh: Mesh, rules: Rules) -> float:
 
 def _one_layer(model: ModelShape, tokens: float, mesh: Mesh, rules: Rules) -> float:
     if mesh.is_axonn:
-        # Heads and the feed-forward network's columns lie over x, the residual stream's features over y.
+        # Heads and feed-forward columns are cut over x, the residual stream's features over y.
         wide, cut = _wide(model, mesh.recompute), _cut(model, rules, mesh.recompute)
         return tokens * (wide / mesh.y + cut / mesh.x)
-    return layer_activations(model, tokens, mesh.tp, rules, mesh.recompute)
+    kept = layer_activations(model, tokens, mesh.tp, rules, mesh.recompute)
+    if model.experts and mesh.recompute != "full":
+        busiest = min(IMBALANCE, mesh.tp) - 1
+        kept += busiest * tokens * 4 * model.per_token * model.expert_ffn / mesh.tp
+    return kept
 
 
 def _waiting_layer(model: ModelShape, tokens: float) -> float:
-    """Bytes of a layer's weight gradients that wait: bf16 inputs of its linears, and gradients of their
-    outputs."""
-    inputs = 2 * model.hidden + model.attention_width + model.ffn
+    """Returns the bytes kept for a layer's waiting weight gradients: inputs of its linears and gradients of
+    their outputs, bf16."""
+    inputs = 2 * model.hidden + model.attention_width + model.wide
     outputs = model.qkv + 2 * model.hidden + model.up
     return 2 * tokens * (inputs + outputs)
 
@@ -298,7 +328,7 @@ def _workspaces(job: Job, mesh: Mesh, tokens: float, rules: Rules) -> float:
     model = job.model
     bytes_ = 0.0
     if mesh.zero == 3 and mesh.shard > 1 and not mesh.tau:
-        bytes_ += 2 * rules.weight * model.layer_matrices / mesh.tp  # a layer at work, the next one coming
+        bytes_ += 2 * rules.weight * model.layer_matrices / mesh.tp  # the current layer and the next one
     if mesh.z > 1:
         bytes_ += 2 * rules.weight * model.layer_matrices / (mesh.x * mesh.y)
     if mesh.pp > 1:
@@ -312,5 +342,5 @@ def _workspaces(job: Job, mesh: Mesh, tokens: float, rules: Rules) -> float:
                 bucket = max(bucket, min(BUCKET_BYTES, rules.weight * model.parameters / (mesh.tp * mesh.pp)))
             bytes_ += SLOTS * bucket * (mesh.dp * mesh.cp if rules.peers_resident else 1)
             if mesh.zero:
-                bytes_ += SLOTS * bucket  # weights have slots of their own, of each rank's rows
+                bytes_ += SLOTS * bucket  # weights have their own slots, for each rank's rows
     return bytes_

@@ -1,4 +1,4 @@
-"""A candidate: how one model is spread over the GPUs of a cluster, and what is asked of it."""
+"""A candidate of the planner: the job, and how its model is spread over the GPUs of a cluster."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from pyruntime.plan.models import ModelShape
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, and on what."""
+    """The model to train, the batch, and the cluster."""
 
     model: ModelShape
     cluster: Cluster
     gpus: int
     batch: int
-    """Sequences of an optimizer step."""
+    """Sequences in an optimizer step."""
     seq: int
-    """Tokens of a sequence."""
+    """Tokens in a sequence."""
     causal: bool = True
-    """Attention computes the half that causality leaves; False: all of it, as before flash attention."""
+    """Whether attention computes only the causal half; False: all of it, as before flash attention."""
     rounding: Rounding = "nearest"
-    """Of bf16 weights: nearest to an fp32 master weight, or at random, without one."""
+    """Rounding of bf16 weights: nearest to an fp32 master weight, or stochastic without one."""
     optimizer: OptimizerName = "adamw"
-    """Of the layers' matrices; all else is AdamW's."""
+    """Optimizer of the layers' matrices; AdamW updates the rest."""
 
     @property
     def tokens(self) -> int:
-        """Of an optimizer step."""
+        """Tokens in an optimizer step."""
         return self.batch * self.seq
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks by axis, fastest-varying first: tp (or AxoNN's y, x, z), cp, dp, pp; and how they take turns.
+    """Ranks by axis, fastest-varying first (tp or AxoNN's y, x, z; then cp, dp, pp), and their schedule.
 
-    The last rank of an axis is `inner` ranks times its size from the first: see `inner`.
+    Neighbours on an axis are `inner(axis)` ranks apart.
     """
 
     tp: int = 1
@@ -46,30 +46,30 @@ class Mesh:
     dp: int = 1
     pp: int = 1
     zero: int = 1
-    """What is cut over dp and cp: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too."""
+    """ZeRO stage, over dp and cp: 0 cuts nothing, 1 optimizer states, 2 gradients too, 3 weights too."""
     replicate: int = 1
     """Groups of data-parallel ranks that each hold everything once (HSDP); divides dp."""
     kind: PipelineKind = "1f1b"
     """Pipeline schedule."""
     virtual: int = 1
-    """Stages of a rank."""
+    """Pipeline stages of a rank."""
     slices: int = 1
-    """Parts of a sequence, of the sliced schedules."""
+    """Parts of a sequence in sliced schedules."""
     micro_batch: int = 1
-    """Sequences of a forward pass, over the context-parallel ranks together."""
+    """Sequences of a forward pass, over all context-parallel ranks together."""
     recompute: Recomputation = "none"
-    """Activation checkpointing of every layer. selective: results of norms and of the feed-forward network's
-    activation are made again; full: its input is kept, its forward pass is run again."""
+    """Activation checkpointing of every layer. selective: recomputes norms and the activation of the
+    feed-forward network. full: keeps a layer's input and runs its forward pass again."""
     x: int = 1
-    """AxoNN's outer axis: columns of weights, attention heads. y: inner axis, rows of weights; fastest. z:
-    depth; samples, and pieces of the weights (arXiv 2305.13525)."""
+    """AxoNN's axes (arXiv 2305.13525). x, the outer axis: columns of weights, attention heads. y, the inner
+    and fastest axis: rows of weights. z, depth: samples, and pieces of the weights."""
     y: int = 1
     z: int = 1
     tau: int = 0
-    """CO2 (arXiv 2401.16265): inner steps for each average of the parameters over dp; 0: gradients are
-    reduced in every step."""
+    """Inner steps for each CO2 average of the parameters over dp (arXiv 2401.16265); 0: gradients are reduced
+    in every step."""
     layers: tuple[int, ...] = ()
-    """Of each stage of the pipeline, where that was chosen; empty: as the trainer cuts them."""
+    """Layers of each pipeline stage if chosen; empty: as the trainer cuts them."""
 
     @property
     def is_axonn(self) -> bool:
@@ -77,8 +77,8 @@ class Mesh:
 
     @property
     def as_zero(self) -> Mesh:
-        """The mesh of tensor and data parallelism whose gradients and weights travel as this project's grids
-        have them: blocks over x and y, of which z is ZeRO 3, inside each of dp groups."""
+        """The tensor- and data-parallel mesh whose gradients and weights travel as in this project's grids.
+        It has blocks over x and y; z becomes ZeRO 3 inside each of dp groups."""
         zero, replicate = (3, self.dp) if self.z > 1 else (1, 1)
         return replace(
             self, tp=self.x * self.y, x=1, y=1, z=1, dp=self.dp * self.z, zero=zero, replicate=replicate
@@ -99,11 +99,11 @@ class Mesh:
         return self.dp * self.z
 
     def micro_batches(self, batch: int) -> int:
-        """Forward passes of a rank for `batch` sequences."""
+        """Returns the forward passes of a rank for `batch` sequences."""
         return batch // (self.samples * self.micro_batch)
 
     def inner(self, axis: str) -> int:
-        """Ranks of the faster-varying axes together."""
+        """Returns the number of ranks of all faster-varying axes together."""
         model = self.tp * self.x * self.y * self.z
         before = {
             "tp": 1,
@@ -119,7 +119,7 @@ class Mesh:
         return before[axis]
 
     def text(self) -> str:
-        """In a few words, without what is as by default."""
+        """Describes the mesh in a few words, without default values."""
         axes = [(name, getattr(self, name)) for name in ("x", "y", "z", "tp", "cp", "pp", "dp")]
         words = [f"{name}{size}" for name, size in axes if size > 1] or ["1 rank"]
         if self.pp > 1:
@@ -136,7 +136,7 @@ class Mesh:
 
 
 def check_job(job: Job) -> None:
-    """Raises ValueError, one sentence with the nearest valid number, where a job cannot be."""
+    """Raises ValueError with the nearest valid number for an impossible job."""
     for name in ("gpus", "batch", "seq"):
         if getattr(job, name) < 1:
             raise ValueError(f"{name} must be at least 1, found {getattr(job, name)}.")
@@ -150,20 +150,20 @@ def check_job(job: Job) -> None:
 
 
 def sequences(tokens: int, seq: int) -> int:
-    """Sequences of a step of `tokens` tokens. Raises ValueError where seq does not divide it, with the
-    nearest number that it divides."""
+    """Returns the sequences in a step of `tokens` tokens. Raises ValueError with the nearest multiple if
+    `seq` does not divide it."""
     if seq < 1 or tokens < 1:
-        raise ValueError(f"tokens-per-step={tokens} and seq={seq} must both be at least 1.")
+        raise ValueError(f"--tokens_per_step={tokens} and --seq={seq} must both be at least 1.")
     if tokens % seq:
         nearest = max(1, round(tokens / seq)) * seq
         raise ValueError(
-            f"tokens-per-step={tokens} is no whole number of sequences of {seq} tokens; the nearest is "
+            f"--tokens_per_step={tokens} is no whole number of sequences of {seq} tokens; the nearest is "
             f"{nearest}."
         )
     return tokens // seq
 
 
 def divisors(n: int) -> list[int]:
-    """All positive divisors of `n`, ascending."""
+    """Returns all positive divisors of `n`, ascending."""
     small = [p for p in range(1, math.isqrt(n) + 1) if n % p == 0]
     return small + [n // p for p in reversed(small) if p * p != n]

@@ -1,17 +1,21 @@
-"""Shapes of known models as data, and what follows from a shape alone: parameters and operations."""
+"""Shapes of known models as data, and numbers that follow from a shape: parameters and operations."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer: a Llama, or (`gated` False, `biased` True) a GPT."""
+    """The shape of a decoder-only transformer: a Llama, or (`gated` False, `biased` True) a GPT.
+
+    With `experts`, a layer has so many gated ones and a router in place of its feed-forward network, and
+    perhaps a shared expert with a gate of its own. The first `dense_layers` have a network of `ffn`; numbers
+    of "a layer" are of one with experts."""
 
     name: str
     layers: int
@@ -22,15 +26,25 @@ class ModelShape:
     ffn: int
     vocab: int
     gated: bool = True
-    """Three matrices in the feed-forward network (gate, up, down), else two."""
+    """Whether the feed-forward network has three matrices (gate, up, down), else two."""
     biased: bool = False
-    """Linears and norms have biases."""
+    """Whether linears and norms have biases."""
     tied: bool = False
-    """Embedding and head are one weight."""
+    """Whether embedding and head are one weight."""
     positions: int = 0
     """Learned position embeddings; 0: rotary ones, which have no weights."""
     preset: str = ""
-    """The trainer's name of the shape; empty: it has none."""
+    """The trainer's name of the shape; empty if it has none."""
+    experts: int = 0
+    per_token: int = 0
+    """Experts that a token goes to."""
+    expert_ffn: int = 0
+    """Features between the linears of one expert."""
+    shared_ffn: int = 0
+    """Features between the linears of the shared expert; 0: there is none."""
+    dense_layers: int = 0
+    head_norms: bool = False
+    """Whether query and key heads are normalised."""
 
     @cached_property
     def qkv(self) -> int:
@@ -39,32 +53,62 @@ class ModelShape:
 
     @cached_property
     def attention_width(self) -> int:
-        """Features that attention gives, and that its output linear takes."""
+        """Output features of attention, which are the input features of its output linear."""
         return self.heads * self.head_dim
 
     @cached_property
+    def wide(self) -> int:
+        """Features between the linears of the feed-forward network, of all experts that a token goes to."""
+        return self.per_token * self.expert_ffn + self.shared_ffn if self.experts else self.ffn
+
+    @cached_property
     def up(self) -> int:
-        """Output features of the feed-forward network's first linear, gate and up together."""
-        return self.ffn * (2 if self.gated else 1)
+        """Output features of the feed-forward network's first linear, gate and up together; of all experts
+        that a token goes to."""
+        return self.wide * (2 if self.gated else 1)
+
+    def fits_tp(self, tp: int) -> bool:
+        """Whether tensor parallelism over `tp` ranks leaves each whole heads, columns and an expert."""
+        if self.kv_heads % tp or self.shared_ffn % tp:
+            return False
+        if not self.experts:
+            return self.ffn % tp == 0
+        return -(-self.experts // tp) * (tp - 1) < self.experts and (
+            self.dense_layers == 0 or self.ffn % tp == 0
+        )
+
+    def fullest(self, tp: int) -> float:
+        """Returns the experts of the rank with most, over the mean: they are cut into equal chunks."""
+        return -(-self.experts // tp) * tp / self.experts if self.experts else 1.0
 
     @cached_property
     def layer_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Of the matrices of one layer, each by itself."""
+        """The shapes of one layer's matrices, unmerged."""
         key_value = self.kv_heads * self.head_dim
         heads = [self.attention_width, key_value, key_value, self.attention_width]
         return tuple((width, self.hidden) for width in [*heads, *[self.ffn] * (3 if self.gated else 2)])
 
     @cached_property
+    def layer_experts(self) -> int:
+        """Weights of all experts of one layer, without the shared one."""
+        return 3 * self.hidden * self.expert_ffn * self.experts
+
+    @cached_property
     def layer_matrices(self) -> int:
         """Weights of one layer that tensor parallelism cuts."""
-        return self.hidden * (self.qkv + self.attention_width + self.up + self.ffn)
+        attention = self.hidden * (self.qkv + self.attention_width)
+        if self.experts:
+            return attention + self.layer_experts + 3 * self.hidden * self.shared_ffn
+        return attention + self.hidden * (self.up + self.ffn)
 
     @cached_property
     def layer_vectors(self) -> int:
-        """Weights of one layer's norms and biases, which every tensor-parallel rank holds."""
+        """Weights of one layer's norms, biases and router, which every tensor-parallel rank holds."""
         norms = 2 * self.hidden * (2 if self.biased else 1)
         biases = self.qkv + self.up + 2 * self.hidden
-        return norms + (biases if self.biased else 0)
+        router = self.hidden * (self.experts + (1 if self.shared_ffn else 0))
+        norms += 2 * self.head_dim if self.head_norms else 0
+        return norms + (biases if self.biased else 0) + router
 
     @cached_property
     def embedding(self) -> int:
@@ -72,45 +116,66 @@ class ModelShape:
 
     @cached_property
     def head(self) -> int:
-        """Weights of the head; where they are the embedding's it still holds them on a stage of its own."""
+        """Weights of the head; a tied head still takes them if it is on another stage than the embedding."""
         return self.vocab * self.hidden
 
     @cached_property
     def largest(self) -> int:
         """Parameters of the largest weight."""
-        return max(self.hidden * self.up, self.hidden * self.qkv, self.head)
+        of_experts = 2 * self.hidden * self.expert_ffn * self.experts
+        return max(of_experts or self.hidden * self.up, self.hidden * self.qkv, self.head)
 
     @cached_property
     def last_norm(self) -> int:
-        # Megatron-LM's count of a GPT leaves it out.
+        # Megatron-LM's count for a GPT leaves it out.
         return 0 if self.biased else self.hidden
 
     @cached_property
     def parameters(self) -> int:
-        """All of them; a tied head counts once."""
+        """All parameters; a tied head counts once."""
         layers = self.layers * (self.layer_matrices + self.layer_vectors)
+        if self.dense_layers:
+            dense = self._dense
+            of_dense = dense.layer_matrices + dense.layer_vectors
+            layers += self.dense_layers * (of_dense - self.layer_matrices - self.layer_vectors)
         return layers + self.embedding + (0 if self.tied else self.head) + self.last_norm
 
+    @cached_property
+    def _dense(self) -> ModelShape:
+        """The same shape without experts."""
+        return replace(self, experts=0, shared_ffn=0, dense_layers=0)
+
+    def dense_flops(self, tokens: int) -> float:
+        """Returns the same as `layer_flops`, of a layer without experts."""
+        return self._dense.layer_flops(tokens)
+
     def layer_flops(self, tokens: int) -> float:
-        """Operations of one layer's linears in a forward pass of so many tokens, a multiply-add being two."""
-        return 2.0 * self.layer_matrices * tokens
+        """Returns the operations of one layer's linears in a forward pass; a multiply-add counts as two. Of
+        experts those count that a token goes to."""
+        used = self.layer_matrices
+        if self.experts:
+            used += 3 * self.hidden * self.expert_ffn * (self.per_token - self.experts)
+            used += self.hidden * self.experts + (self.hidden if self.shared_ffn else 0)
+        return 2.0 * used * tokens
 
     def attention_flops(self, tokens: int, seq: int, *, causal: bool = True) -> float:
-        """Operations of one layer's attention in a forward pass of `tokens` tokens of sequences of `seq`."""
+        """Returns the operations of one layer's attention in a forward pass, in sequences of `seq`."""
         return (2.0 if causal else 4.0) * seq * self.attention_width * tokens
 
     def head_flops(self, tokens: int) -> float:
         return 2.0 * self.head * tokens
 
     def step_flops(self, tokens: int, seq: int) -> float:
-        """Model FLOPs of a step, as MFU counts them: forward and twice that backward, attention causal,
+        """Returns a step's model FLOPs as MFU counts them: forward and twice that backward, causal attention,
         nothing recomputed."""
-        layer = self.layer_flops(tokens) + self.attention_flops(tokens, seq)
-        return 3 * (self.layers * layer + self.head_flops(tokens))
+        linears = (self.layers - self.dense_layers) * self.layer_flops(tokens)
+        linears += self.dense_layers * self.dense_flops(tokens)
+        attention = self.layers * self.attention_flops(tokens, seq)
+        return 3 * (linears + attention + self.head_flops(tokens))
 
 
 def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int = 51200, seq: int = 2048) -> ModelShape:
-    """A GPT as Megatron-LM makes it (arXiv 2104.04473, equation 2 counts its parameters)."""
+    """Returns the shape of a GPT as Megatron-LM makes it (parameters: arXiv 2104.04473, equation 2)."""
     return ModelShape(
         name,
         layers,
@@ -127,8 +192,8 @@ def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int = 51200, seq
     )
 
 
-# Layers, hidden, heads. The first ten are Megatron-LM's (arXiv 2104.04473, table 1), the next three those of
-# arXiv 2312.12705, the others AxoNN's (arXiv 2305.13525; heads of 128 features).
+# Layers, hidden, heads. The first ten are Megatron-LM's (arXiv 2104.04473, table 1), the next three are from
+# arXiv 2312.12705, the rest AxoNN's (arXiv 2305.13525; heads of 128 features).
 _GPTS = {
     "gpt-1.7b": (24, 2304, 24),
     "gpt-3.6b": (30, 3072, 32),
@@ -157,7 +222,7 @@ GPTS = {name: gpt(name, *sizes) for name, sizes in _GPTS.items()}
 
 
 def find_model(name: str, models: Mapping[str, ModelShape]) -> ModelShape:
-    """The one of `models` with that name, however it is spelled: llama-3-70b, Llama3_70B, llama-3.1-70b.
+    """Returns the model of that name, however it is spelled: llama-3-70b, Llama3_70B, llama-3.1-70b.
 
     Raises ValueError with the nearest name.
     """

@@ -1,13 +1,13 @@
-"""What of a transfer is exposed when it runs under the GEMM that reads or writes it.
+"""Computes the part of a transfer that is exposed when it runs under the GEMM that reads or writes it.
 
-The own rows of a gather are there at once, those of the P - 1 peers come one after another while the rows
-before them are multiplied (fill: none; drain: the last peer's rows are multiplied when all has come). A
-reduce-scatter is the same backwards. With T_g the GEMM's seconds and T_c the transfer's::
+A gather has its own rows at once. The rows of the P - 1 peers arrive one after another while earlier rows are
+multiplied (fill: none; drain: the last peer's rows are multiplied after all have arrived). A reduce-scatter
+is the same backwards. With T_g the GEMM's seconds and T_c the transfer's::
 
     exposed = max(0, T_c - T_g (P - 1) / P)
 
-At T_c = T_g, where the transfer is just as long as the GEMM, T_g / P of it is still exposed: the drain.
-Derived; `threshold` is the rule without it.
+If the transfer takes as long as the GEMM (T_c = T_g), T_g / P of it is still exposed: the drain. Derived;
+`threshold` is the rule without the drain.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from pyruntime.plan.models import ModelShape
 class LinearShape:
     """A tensor-parallel linear of `k` input and `n` output features, over all ranks.
 
-    column: its input is gathered, else its GEMM is reduce-scattered."""
+    column: its input is gathered; otherwise its result is reduce-scattered."""
 
     name: str
     k: int
     n: int
     column: bool
+    alone: tuple[int, int] | None = None
+    """k and n of one GEMM on a rank, where that is not a rank's share of this one: an expert's."""
 
     @property
     def deciding(self) -> int:
@@ -38,32 +40,42 @@ class LinearShape:
 
     @property
     def travels(self) -> int:
-        """Features of a row that travels."""
+        """Features of a row on the wire."""
         return self.k if self.column else self.n
 
 
 def linears(model: ModelShape) -> tuple[LinearShape, ...]:
-    """The tensor-parallel linears of one layer, by their names in Llama."""
-    return (
+    """Returns the tensor-parallel linears of one layer, with their names in Llama. Experts gather all rows
+    and scatter sums, so they are two linears of the features that a token uses."""
+    attention = (
         LinearShape("qkv_proj", model.hidden, model.qkv, True),
         LinearShape("o_proj", model.attention_width, model.hidden, False),
+    )
+    if model.experts:
+        width = model.expert_ffn
+        return (
+            *attention,
+            LinearShape("experts.gate_up_proj", model.hidden, model.up, True, (model.hidden, 2 * width)),
+            LinearShape("experts.down_proj", model.wide, model.hidden, False, (width, model.hidden)),
+        )
+    return (
+        *attention,
         LinearShape("gate_up_proj" if model.gated else "up_proj", model.hidden, model.up, True),
         LinearShape("down_proj", model.ffn, model.hidden, False),
     )
 
 
 def threshold(ranks: int, flops: float, bandwidth: float) -> float:
-    """Features, over all ranks, from which on a bf16 linear can hide its transfer: (P - 1) F / B.
+    """Returns the features, over all ranks, from which a bf16 linear can hide its transfer: (P - 1) F / B.
 
-    flops: operations/s of a rank's GEMMs; bandwidth: bytes/s through a rank. Derived: the rows' number
-    cancels.
+    flops: operations/s of a rank's GEMMs; bandwidth: bytes/s through a rank. Derived: rows cancel.
     """
     return (ranks - 1) * flops / bandwidth
 
 
 def exposed(transfer: float, compute: float, ranks: int) -> float:
-    """Seconds of a transfer of `transfer` seconds that are left over under `compute` seconds of GEMMs in
-    as many chunks as there are ranks; see the module's docstring."""
+    """Returns the exposed seconds of a transfer of `transfer` seconds under `compute` seconds of GEMMs, in
+    one chunk per rank; see the module's docstring."""
     return max(0.0, transfer - compute * (ranks - 1) / ranks) if ranks > 1 else 0.0
 
 
@@ -73,9 +85,9 @@ class Exposed:
 
     linear: LinearShape
     compute: float
-    """Of its GEMM, forward; the backward pass has two of these."""
+    """Seconds of its GEMM, forward; the backward pass has two of these."""
     transfer: float
-    """Of what travels, forward."""
+    """Seconds of its transfers, forward."""
     forward: float
     """Exposed in the forward pass."""
     backward: float
@@ -91,12 +103,12 @@ def exposed_of(
     regather: bool = True,
     sums: Link = ALONE,
 ) -> Exposed:
-    """Of `linear` for `tokens` tokens over the tensor-parallel group; flops: operations/s of its GEMM. sums:
-    the group that cuts the features of the stream (y, docs/explanation/primitives.md).
+    """Returns the seconds of `linear` for `tokens` tokens over the tensor-parallel group. flops: operations/s
+    of its GEMM. sums: the group that cuts the features of the stream (y, docs/explanation/primitives.md).
 
-    A column linear's backward pass gathers its input again (`regather`; between hosts it is kept) and
-    reduce-scatters dX, under dX and dW; a row linear's gathers dY, under dX. Over `sums` a column linear's
-    results are summed, under its GEMM, and a row linear's dX, under dX and dW.
+    In the backward pass a column linear gathers its input again (`regather`; between hosts it is kept) and
+    reduce-scatters dX, under dX and dW. A row linear gathers dY, under dX. Over `sums` a column linear's
+    results are summed under its GEMM, and a row linear's dX under dX and dW.
     """
     ranks = over.size * sums.size
     compute = 2.0 * tokens * linear.k * linear.n / ranks / flops
@@ -124,13 +136,13 @@ def exposed_of(
 
 
 def advice(job: Job, mesh: Mesh, over: Link) -> list[str]:
-    """What to do about linears that cannot hide their transfers over the tensor-parallel link `over`."""
+    """Returns advice on linears that cannot hide their transfers over the tensor-parallel link `over`."""
     if over.size == 1:
         return []
     wanted = threshold(over.size, job.cluster.flops, over.bandwidth)
     weak = [each for each in linears(job.model) if each.deciding < wanted]
     sentences = [
-        f"{each.name} cannot hide alone at tp {mesh.tp}: it has {each.deciding:,} "
+        f"{each.name} cannot hide its transfer at tp {mesh.tp}: it has {each.deciding:,} "
         f"{'output' if each.column else 'input'} features and needs {wanted:,.0f} ((P - 1) F / B)"
         for each in weak
     ]

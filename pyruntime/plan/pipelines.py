@@ -1,14 +1,14 @@
-"""What a pipeline schedule costs and holds, by formula: for searching among thousands of meshes.
+"""Costs and memory of a pipeline schedule by formula, for a search among thousands of meshes.
 
-`pyruntime.pipeline.simulate` and `Schedule.peak_in_flight` find the same on schedules that have been made.
+`pyruntime.pipeline.simulate` and `Schedule.peak_in_flight` find the same numbers on complete schedules.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from typing import assert_never
 
-from pyruntime.choices import ZERO_BUBBLE
 from pyruntime.pipeline.actions import Kind
 from pyruntime.pipeline.closed_forms import bubble_1f1b, bubble_interleaved, bubble_zb_h1
 from pyruntime.pipeline.schedules import make_schedule
@@ -20,13 +20,13 @@ from pyruntime.plan.models import ModelShape
 
 
 def in_flight(mesh: Mesh, rank: int, micro_batches: int) -> float:
-    """Most micro-batches whose activations rank `rank` of the pipeline holds, in units of what all its stages
-    store for one micro-batch.
+    """Returns the most micro-batches whose activations rank `rank` of the pipeline holds. Unit: what all its
+    stages store for one micro-batch.
 
-    Without a pipeline 1. gpipe, terapipe: all of them. 1f1b: min(p - r, m); interleaved: min(m v, 2 (p - r -
-    1) + (v - 1) p + 1) / v (arXiv 2104.04473, section 2.2). zb-h1: as 1f1b, and up to r more whose weights'
-    gradient waits (arXiv 2401.10241, table 2; see `deferred`). zb-v: p, that is 2 p halves, those included
-    (arXiv 2405.15362). seq1f1b: with q slices min(p - r - 1 + q, m q) / q (arXiv 2406.03488).
+    Without a pipeline 1. gpipe, terapipe: all of them. 1f1b: min(p - r, m). interleaved: min(m v, 2 (p - r -
+    1) + (v - 1) p + 1) / v (arXiv 2104.04473, section 2.2). zb-h1: as 1f1b, and up to r more whose weight
+    gradient waits (arXiv 2401.10241, table 2; see `deferred`). zb-v: p, that is 2 p halves, waiting ones
+    included (arXiv 2405.15362). seq1f1b with q slices: min(p - r - 1 + q, m q) / q (arXiv 2406.03488).
     """
     p, r, m, v, q = mesh.pp, rank, micro_batches, mesh.virtual, mesh.slices
     if p == 1:
@@ -40,25 +40,37 @@ def in_flight(mesh: Mesh, rank: int, micro_batches: int) -> float:
             return min(p, m)
         case "seq1f1b":
             return min(p - r - 1 + q, m * q) / q
-    return min(p - r, m)
+        case "1f1b" | "interleaved":
+            return min(p - r, m)
+        case _:
+            assert_never(mesh.kind)
 
 
 def deferred(mesh: Mesh, rank: int, micro_batches: int) -> float:
-    """Of those, the most whose weights' gradient waits: what is kept of them is inputs of linears and the
-    gradients of their outputs. zb-h1: r + 1; zb-v: 2 r + 1 halves, and with fewer than 2 p micro-batches what
-    its schedule has; none where the weights' gradient is a part of the backward pass, as on rank 0 of
-    zb-h1. Derived: counted in the schedules."""
-    kind = mesh.kind
-    if mesh.pp == 1 or kind not in ZERO_BUBBLE or (kind == "zb-h1" and rank == 0):
+    """Returns the most micro-batches of `in_flight` whose weight gradient waits. Each keeps inputs of linears
+    and gradients of their outputs.
+
+    zb-h1: r + 1, but none on rank 0, where the weight gradient is part of the backward pass. zb-v: 2 r + 1
+    halves; with fewer than 2 p micro-batches, what its schedule has. Other schedules: none. Derived: counted
+    in the schedules."""
+    if mesh.pp == 1:
         return 0
-    if kind == "zb-v" and micro_batches < 2 * mesh.pp:
-        return deferred_by_zb_v(mesh.pp, micro_batches)[rank] / 2
-    return min(rank + (1 if kind == "zb-h1" else 0.5), micro_batches)
+    match mesh.kind:
+        case "zb-h1":
+            return min(rank + 1, micro_batches) if rank else 0
+        case "zb-v" if micro_batches < 2 * mesh.pp:
+            return deferred_by_zb_v(mesh.pp, micro_batches)[rank] / 2
+        case "zb-v":
+            return min(rank + 0.5, micro_batches)
+        case "gpipe" | "1f1b" | "interleaved" | "terapipe" | "seq1f1b":
+            return 0
+        case _:
+            assert_never(mesh.kind)
 
 
 @functools.lru_cache(maxsize=1024)
 def gaps_of_zb_v(ranks: int, micro_batches: int) -> float:
-    """Actions' time in which a rank idles where all cost the same."""
+    """Returns the time in which a rank idles, in actions, if all actions cost the same."""
     if micro_batches >= 2 * ranks:
         return ranks - 1
     made = make_schedule("zb-v", ranks, micro_batches)
@@ -67,7 +79,7 @@ def gaps_of_zb_v(ranks: int, micro_batches: int) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def deferred_by_zb_v(ranks: int, micro_batches: int) -> list[int]:
-    """Most weight gradients of a stage that wait on each rank."""
+    """Returns, for each rank, the most weight gradients of a stage that wait."""
     found = []
     for computes in zb_v(ranks, micro_batches):
         kinds = [action.kind for action in computes]
@@ -79,17 +91,18 @@ def deferred_by_zb_v(ranks: int, micro_batches: int) -> list[int]:
 def bubble(
     mesh: Mesh, micro_batches: int, forward: float, backward_input: float, backward_weight: float
 ) -> float:
-    """Seconds of a step in which a rank idles; given are the seconds of all its stages for one micro-batch.
+    """Returns the seconds of a step in which a rank idles. The arguments are the seconds of all its stages
+    for one micro-batch.
 
-    The closed forms of pyruntime.pipeline, and for zb-v, with F, I and W those of a stage (half of what is
-    given)::
+    Uses the closed forms of pyruntime.pipeline. For zb-v, with F, I and W those of one stage (half of the
+    arguments)::
 
         (p - 1) max(F, I, W, 2 F - I, 2 (I - W))
 
-    with fewer than 2 p micro-batches the gaps of its schedule in place of p - 1.
-    Derived: simulated; exact where the three cost the same and m >= 2 p. Elsewhere an estimate, of which
-    the error stays below 2 % of the work for costs up to 1.4 times apart, and below 15 % with fewer
-    micro-batches. (Qi et al. state 0, which leaves out the ends of a step.)
+    With fewer than 2 p micro-batches, the gaps of its schedule replace p - 1. Derived from simulations. It is
+    exact if the three cost the same and m >= 2 p. Otherwise its error is below 2 % of the work for costs up
+    to 1.4 times apart, and below 15 % with fewer micro-batches. (Qi et al. state 0, which leaves out the ends
+    of a step.)
     """
     p, m = mesh.pp, micro_batches
     whole = backward_input + backward_weight
@@ -99,20 +112,23 @@ def bubble(
         case "terapipe" | "seq1f1b":
             return bubble_1f1b(p, forward / mesh.slices, whole / mesh.slices)
         case "zb-h1":
-            # Weights' gradients that are longer than what they wait for do not fill more.
+            # Weight gradients longer than the gaps that they fill do not fill more.
             fill = min(forward, backward_input, backward_weight)
             return bubble_zb_h1(p, forward, backward_input, fill if m >= p else 0.0)
         case "zb-v":
             f, i, w = forward / 2, backward_input / 2, backward_weight / 2
             return gaps_of_zb_v(p, m) * max(f, i, w, 2 * f - i, 2 * (i - w))
-    return bubble_1f1b(p, forward, whole)
+        case "gpipe" | "1f1b":
+            return bubble_1f1b(p, forward, whole)
+        case _:
+            assert_never(mesh.kind)
 
 
 def layers_by_rank(model: ModelShape, mesh: Mesh) -> tuple[int, ...]:
-    """Layers that each rank of the pipeline holds, as the mesh says or cut as the trainer cuts them: the head
-    counts as the layers that take as long as its GEMM.
+    """Returns the layers of each rank of the pipeline: those of the mesh, or as the trainer cuts them. The
+    trainer counts the head as the number of layers that take as long as its GEMM.
 
-    Raises ValueError where there are fewer layers than stages.
+    Raises ValueError for fewer layers than stages.
     """
     stages_of_a_rank = 2 if mesh.kind == "zb-v" else mesh.virtual
     return _layers_by_rank(model, mesh.kind, mesh.pp, stages_of_a_rank, mesh.layers)
@@ -123,9 +139,11 @@ def _layers_by_rank(
     model: ModelShape, kind: str, ranks: int, stages_of_a_rank: int, chosen: tuple[int, ...]
 ) -> tuple[int, ...]:
     stages = ranks * stages_of_a_rank
-    layers = chosen or [
-        len(run) for run in split_layers([1.0] * model.layers, stages, last=model.head / model.layer_matrices)
-    ]
+    # As pyruntime.llama.stage cuts them: by the weights that a token meets.
+    last = model.layer_flops(1) / 2
+    dense = model.dense_layers
+    costs = [model.dense_flops(1) / 2 / last] * dense + [1.0] * (model.layers - dense)
+    layers = chosen or [len(run) for run in split_layers(costs, stages, last=model.head / last)]
     held = [0] * ranks
     for stage, count in enumerate(layers):
         held[stage % ranks if kind != "zb-v" or stage < ranks else stages - 1 - stage] += count
@@ -133,5 +151,5 @@ def _layers_by_rank(
 
 
 def last_stage_rank(mesh: Mesh) -> int:
-    """The rank that holds the head."""
+    """Returns the rank that holds the head."""
     return 0 if mesh.kind == "zb-v" else mesh.pp - 1

@@ -1,4 +1,4 @@
-"""Time against memory, one dot a mesh."""
+"""Plots time against memory, one dot for each mesh."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pyruntime.plan.mesh import Mesh
 from pyruntime.plan.search import Candidate, Result, pareto
 
 KINDS = {"data, tensor, context": "C0", "with a pipeline": "C1", "CO2": "C2", "AxoNN 4D": "C4"}
-"""Colours."""
+"""Colours of the kinds of meshes."""
 LABELLED = 8
 SLOWEST = 4
-"""Meshes that take so many times as long as the best are not drawn."""
+"""Meshes slower than this times the best are not drawn."""
 
 
 def png(result: Result, shown: Sequence[Candidate], path: str | Path) -> None:
-    """Draws all candidates, the Pareto front, and the numbers of those that are `shown`. Raises OSError."""
+    """Draws all candidates, the Pareto front, and the numbers of the `shown` ones. Raises OSError."""
     from matplotlib.figure import Figure
 
     capacity = result.job.cluster.memory_bytes
@@ -33,7 +33,7 @@ def png(result: Result, shown: Sequence[Candidate], path: str | Path) -> None:
         place = (each.memory.total / GB, each.total)
         label = f"{number}: {each.mesh.text()}"
         axes.plot(*place, "o", color="C3", ms=5, zorder=3, label=label)
-        # Below the dot, one under another where dots lie together.
+        # Below the dot, at three heights: dots may lie together.
         axes.annotate(
             str(number),
             place,

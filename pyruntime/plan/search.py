@@ -1,4 +1,4 @@
-"""All legal meshes of a job, pruned by memory and ranked by predicted time."""
+"""Finds all legal meshes of a job, prunes them by memory and ranks them by predicted time."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ VIRTUAL = (2, 3, 4)
 SLICES = (2, 4)
 MOST_CP = 64
 MOST_MESHES = 100_000
-"""That are searched, which takes seconds; numbers with many divisors have more."""
+"""Most meshes that are searched, which takes seconds; GPU counts with many divisors have more."""
 SAME_TIME = 0.003
-"""Relative difference of times that says nothing."""
+"""Relative difference of times below which they count as equal."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh, what its fullest rank holds, and what a step takes."""
+    """A mesh, the memory of its fullest rank, and the time of a step."""
 
     mesh: Mesh
     memory: Memory
@@ -52,7 +52,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What kinds of meshes are searched."""
+    """The kinds of meshes to search."""
 
     axonn: bool = True
     co2: bool = True
@@ -66,15 +66,15 @@ class SearchSpace:
 class Result:
     job: Job
     candidates: tuple[Candidate, ...]
-    """Those that fit, fastest first; risky ones where nothing else fits or they were asked for."""
+    """Meshes that fit, fastest first; also risky ones with `search(risky=True)`."""
     considered: int
     """Legal meshes."""
     too_big: int
     """Legal meshes that do not fit."""
     nearest: Candidate | None
-    """Where nothing fits: the mesh that needs least memory."""
+    """If nothing fits: the mesh that needs least memory."""
     left_out: tuple[str, ...] = ()
-    """Kinds of meshes that were not searched because there are too many of all kinds, in words."""
+    """Kinds of meshes that were not searched because there are too many in all, in words."""
 
 
 def search(
@@ -85,9 +85,9 @@ def search(
     rules: Rules = PAPER,
     risky: bool = False,
 ) -> Result:
-    """All legal meshes of `job` that fit, fastest first; of two that take the same time the simpler one.
+    """Returns all legal meshes of `job` that fit, fastest first; of two with equal time the simpler one.
 
-    risky: also those between 80 and 100 % of the memory. Raises ValueError for a job that cannot be.
+    risky: also return meshes between 80 and 100 % of the memory. Raises ValueError for an impossible job.
     """
     check_job(job)
     predictor = Predictor(job, overlap, sums_whole=rules.sums_whole)
@@ -107,7 +107,7 @@ def search(
 
 
 def _bounded(job: Job, choice: SearchSpace) -> tuple[list[Mesh], tuple[str, ...]]:
-    """At most MOST_MESHES legal meshes, and in words which kinds were left out for that."""
+    """Returns at most MOST_MESHES legal meshes, and in words the kinds left out for that."""
     left_out: list[str] = []
     narrowings: tuple[tuple[str, dict[str, Any]], ...] = (
         ("", {}),
@@ -131,8 +131,8 @@ def _bounded(job: Job, choice: SearchSpace) -> tuple[list[Mesh], tuple[str, ...]
 
 
 def candidate_of(predictor: Predictor, mesh: Mesh, memory: Memory, word: str) -> Candidate | None:
-    """The candidate of `mesh`. A CO2 mesh takes the least number of inner steps that hides its average; None
-    where more than the usual ones are needed."""
+    """Returns the candidate of `mesh`. A CO2 mesh gets the least usual number of inner steps that hides its
+    average; None if that would be more than the largest usual number."""
     seconds = predictor.step(mesh)
     if mesh.tau:
         step = seconds.total - seconds.dp
@@ -145,24 +145,24 @@ def candidate_of(predictor: Predictor, mesh: Mesh, memory: Memory, word: str) ->
 
 
 def _rank(candidate: Candidate) -> tuple:
-    # What the model cannot tell apart is ordered by simplicity.
+    # Times too close for the model to distinguish are ordered by simplicity.
     return (round(math.log(candidate.total) / SAME_TIME), complexity(candidate.mesh), candidate.total)
 
 
 def complexity(mesh: Mesh) -> tuple[int, ...]:
-    """Less is simpler: what to prefer among meshes of equal time."""
+    """Returns a sort key; the lesser of two meshes of equal time is simpler and preferred."""
     axes = sum(getattr(mesh, name) > 1 for name in ("tp", "cp", "pp", "dp", "x", "y", "z"))
     extras = (mesh.recompute != "none", mesh.is_axonn, mesh.tau > 0, mesh.replicate > 1, mesh.kind != "1f1b")
     return (axes + sum(extras) + mesh.virtual, mesh.zero, mesh.pp, mesh.tp)
 
 
 def meshes(job: Job, choice: SearchSpace) -> Iterator[Mesh]:
-    """All legal ones: whole key/value heads on each tensor-parallel rank, whole sequences in each
+    """Yields all legal meshes: whole key/value heads on each tensor-parallel rank, whole sequences in each
     micro-batch, equal chunks for zigzag, at least one layer for each stage."""
     model = job.model
     recomputes = values(Recomputation) if choice.recompute else ("none",)
     for tp in divisors(job.gpus):
-        if model.kv_heads % tp or model.ffn % tp:
+        if not model.fits_tp(tp):
             continue
         for pp in divisors(job.gpus // tp):
             if pp > model.layers:
@@ -220,7 +220,7 @@ def _sharded(mesh: Mesh, choice: SearchSpace) -> Iterator[Mesh]:
 def _axonn(job: Job, recomputes: Sequence[Recomputation]) -> Iterable[Mesh]:
     model = job.model
     for x in divisors(job.gpus):
-        if model.kv_heads % x or model.ffn % x:
+        if model.experts or not model.fits_tp(x):  # experts have one axis
             continue
         for y in divisors(job.gpus // x):
             if model.hidden % y:
@@ -228,7 +228,7 @@ def _axonn(job: Job, recomputes: Sequence[Recomputation]) -> Iterable[Mesh]:
             for z in divisors(job.gpus // (x * y)):
                 dp = job.gpus // (x * y * z)
                 if y == 1:
-                    continue  # Megatron's tensor parallelism, with ZeRO 3 where z is above 1.
+                    continue  # This is Megatron's tensor parallelism, with ZeRO 3 if z is above 1.
                 for micro in MICRO_BATCHES:
                     if job.batch % (dp * z * micro) == 0:
                         for recompute in recomputes:
@@ -236,7 +236,7 @@ def _axonn(job: Job, recomputes: Sequence[Recomputation]) -> Iterable[Mesh]:
 
 
 def each_shape(candidates: Iterable[Candidate], wanted: Callable[[Candidate], bool]) -> Iterator[Candidate]:
-    """The first of each mesh's sizes that is wanted, in order; who asks no further costs nothing."""
+    """Yields the first wanted candidate of each combination of axis sizes, in order; lazily."""
     seen = set()
     for each in candidates:
         mesh = each.mesh
@@ -247,7 +247,7 @@ def each_shape(candidates: Iterable[Candidate], wanted: Callable[[Candidate], bo
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that no other beats in both time and memory, fastest first."""
+    """Returns the candidates that no other beats in both time and memory, fastest first."""
     front: list[Candidate] = []
     for each in sorted(candidates, key=lambda each: (each.total, each.memory.total)):
         if not front or each.memory.total < front[-1].memory.total:
@@ -256,5 +256,5 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def gpu_hours(job: Job, seconds: float, tokens: float) -> float:
-    """Cost of training on `tokens` tokens with steps of `seconds` seconds."""
+    """Returns the GPU hours of training on `tokens` tokens with steps of `seconds` seconds."""
     return tokens / job.tokens * seconds * job.gpus / 3600

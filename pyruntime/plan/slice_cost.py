@@ -5,12 +5,12 @@ A slice of i tokens that follows j tokens of its sequence takes::
     t(i, j)   = t0(i) + ctx(i, j)
     ctx(i, j) = a0 + a1 i + a2 j + a3 i j   for j > 0, and 0 for j = 0
 
-t0 is measured, for it is a staircase (a kernel computes whole tiles) that no formula follows; ctx is
-attention to earlier tokens, which is linear in i j, and is fitted. At j = 0 ctx is 0 by definition: a0 and a1
-do not vanish there, and what they stand for is in t0 already.
+t0 is measured: it is a staircase (a kernel computes whole tiles) that no formula follows. ctx is attention to
+earlier tokens, linear in i j, and is fitted. At j = 0 ctx is 0 by definition. a0 and a1 do not vanish there,
+but t0 already contains them.
 
-What `t` covers is what was measured. For training, a slice's seconds are those of its forward, its backward
-and the sends of both.
+t covers what was measured. For training, a slice's seconds are those of its forward, its backward and the
+sends of both.
 
 Source: TeraPipe, arXiv 2102.07988, equation 9.
 """
@@ -31,13 +31,13 @@ COEFFICIENTS = ("a0", "a1", "a2", "a3")
 
 @dataclass(frozen=True)
 class SliceCost:
-    """t(i, j) of one stage.
+    """The function t(i, j) of one stage.
 
-    base_lengths, base_seconds: the measured t0, lengths in tokens, increasing. Between them t0 is linear; a
+    base_lengths, base_seconds: the measured t0; lengths in tokens, increasing. Between them t0 is linear; a
     slice shorter than the first takes as long as the first. a0 (seconds), a1 and a2 (seconds per token) and
-    a3 (seconds per token squared): the context term, which counts as 0 where they make it negative.
+    a3 (seconds per token squared): the context term; it counts as 0 where they make it negative.
 
-    Raises ValueError where lengths do not increase from at least 1, or a number is negative or not finite.
+    Raises ValueError if lengths do not increase from at least 1, or a number is negative or not finite.
     """
 
     base_lengths: tuple[int, ...]
@@ -63,16 +63,16 @@ class SliceCost:
         for length, value in zip(lengths, seconds, strict=True):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(
-                    f"base_seconds of {length} tokens must be finite, at least 0, found {value}."
+                    f"base_seconds of {length} tokens must be finite and at least 0, found {value}."
                 )
         for name in COEFFICIENTS:
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} must be a finite number, found {getattr(self, name)}.")
 
     def base(self, length: ArrayLike) -> Floats:
-        """t0: seconds of slices of `length` tokens, of any shape, at the start of their sequence.
+        """Returns t0: seconds of slices of `length` tokens, of any shape, at the start of their sequence.
 
-        Raises ValueError for a length below 1 or above the longest that was measured.
+        Raises ValueError for a length below 1 or above the longest measured one.
         """
         tokens = np.asarray(length, dtype=np.float64)
         longest = self.base_lengths[-1]
@@ -85,7 +85,7 @@ class SliceCost:
         return np.asarray(np.interp(tokens, self.base_lengths, self.base_seconds))
 
     def context(self, length: ArrayLike, context: ArrayLike) -> Floats:
-        """ctx: seconds that `context` earlier tokens add to slices of `length` tokens; both broadcast.
+        """Returns ctx: seconds that `context` earlier tokens add to slices of `length`; both broadcast.
 
         Raises ValueError for a negative context.
         """
@@ -97,7 +97,7 @@ class SliceCost:
         return np.where(j > 0, np.maximum(added, 0.0), 0.0)
 
     def seconds(self, length: ArrayLike, context: ArrayLike) -> Floats:
-        """t: seconds of slices of `length` tokens after `context` tokens; both broadcast.
+        """Returns t: seconds of slices of `length` tokens after `context` tokens; both broadcast.
 
         Raises ValueError as `base` and `context` do.
         """
@@ -106,12 +106,12 @@ class SliceCost:
 
 @dataclass(frozen=True)
 class Fit:
-    """A cost and how far it is from measurements that it was not fitted to.
+    """A cost and its error on measurements that it was not fitted to.
 
     error: mean of |predicted - measured| / measured over the held-out points, of the whole t. context_error:
-    sum of |predicted - measured| over the sum of the measured context terms t - t0, so that a term which is
-    lost in the noise of t counts for as little as it is (nan where there is none).
-    fitted, held_out: how many points after context there were of each.
+    sum of |predicted - measured| over the sum of the measured context terms t - t0; a term lost in the noise
+    of t then counts little (nan if there are no terms). fitted, held_out: number of points with context in
+    each set.
     """
 
     cost: SliceCost
@@ -131,14 +131,14 @@ def fit(
     held_out: float = 0.25,
     seed: int = 0,
 ) -> Fit:
-    """The cost whose context term is nearest to the measurements, by least squares of the error over t.
+    """Returns the cost whose context term is nearest to the measurements, by least squares of error over t.
 
     lengths, contexts (tokens) and seconds: one measurement each, [points]; those without context say nothing
-    about the context term and are left out. base_lengths, base_seconds: t0, see `SliceCost`. held_out: the
-    share of points, drawn by `seed`, that only measure the error.
+    about the context term and are ignored. base_lengths, base_seconds: t0, see `SliceCost`. held_out: share
+    of points, drawn by `seed`, that only measure the error.
 
-    Raises ValueError where sizes differ, a measurement is not positive, or the points do not determine the
-    four coefficients.
+    Raises ValueError if sizes differ, a measurement is not positive, or the points do not determine the four
+    coefficients.
     """
     if not 0 < held_out < 1:
         raise ValueError(f"held_out must be above 0 and below 1, found {held_out}.")
@@ -157,12 +157,12 @@ def fit(
 
 
 def table(cost: SliceCost, length: int, step: int) -> Floats:
-    """Seconds of every slice of a sequence of `length` tokens on a grid of `step` tokens, [n, n + 1].
+    """Returns the seconds of every slice of a sequence of `length` tokens on a grid of `step`: [n, n + 1].
 
-    n = length / step. Entry [a, b] is the slice of (a + 1) step tokens after b step tokens, inf where they
+    n = length / step. Entry [a, b] is the slice of (a + 1) step tokens after b step tokens, inf if they
     exceed the sequence.
 
-    Raises ValueError where `step` does not divide `length`, or `length` exceeds what was measured.
+    Raises ValueError if `step` does not divide `length`, or `length` exceeds what was measured.
     """
     if step < 1 or length < step or length % step:
         raise ValueError(
@@ -175,7 +175,7 @@ def table(cost: SliceCost, length: int, step: int) -> Floats:
 
 
 def _points(lengths: ArrayLike, contexts: ArrayLike, seconds: ArrayLike) -> tuple[Floats, Floats, Floats]:
-    """The measurements after context, each [points]."""
+    """Returns the measurements with context, each [points]."""
     i, j, t = (np.asarray(values, dtype=np.float64) for values in (lengths, contexts, seconds))
     if i.ndim != 1 or i.shape != j.shape or i.shape != t.shape:
         raise ValueError(
@@ -192,11 +192,11 @@ def _points(lengths: ArrayLike, contexts: ArrayLike, seconds: ArrayLike) -> tupl
 
 
 def _least_squares(i: Floats, j: Floats, term: Floats, weight: Floats) -> list[float]:
-    """a0 to a3 that minimise the sum of (weight (a0 + a1 i + a2 j + a3 i j - term))²."""
+    """Returns a0 to a3 that minimize the sum of (weight (a0 + a1 i + a2 j + a3 i j - term))²."""
     rank = 0
     if len(i) >= len(COEFFICIENTS):
         features = np.stack((np.ones_like(i), i, j, i * j), axis=1)
-        # In tokens the columns differ by a factor of a million, which is lost from the solution's digits.
+        # In tokens the columns differ by a factor of a million, which would cost digits of the solution.
         scale = features.max(axis=0)
         solution, _, rank, _ = np.linalg.lstsq(features / scale * weight[:, None], term * weight, rcond=None)
     if rank < len(COEFFICIENTS):

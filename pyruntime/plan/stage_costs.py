@@ -1,5 +1,5 @@
-"""What the parts of a model cost on a machine, and the slices that are best there: what `python -m pyruntime
-profile` measures and a training run reads."""
+"""Measured costs of a model's parts on a machine and the best slices there. `python -m pyruntime profile`
+writes them and a training run reads them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 class StageCosts:
     """Seconds of forward and backward passes of one whole sequence.
 
-    Raises ValueError where a number is negative or not finite, or the slices do not add up to the sequence.
+    Raises ValueError if a number is negative or not finite, or the slices do not add up to the sequence.
     """
 
     seq_len: int
-    """Tokens of the sequence."""
+    """Tokens in the sequence."""
     model: dict[str, Any]
-    """What the costs are of: sizes and dtype by name."""
+    """The measured model: sizes and dtype by name."""
     stages: int
     """Ranks of the pipeline that the slices are for."""
     layer: float
     embedding: float
     head: float
-    """And the last norm and the loss."""
+    """Head with last norm and loss."""
     slices: tuple[int, ...]
     """Tokens of the slices that take a sequence through the pipeline fastest, in order."""
 
@@ -44,7 +44,7 @@ class StageCosts:
 
 
 def read(text: str) -> StageCosts:
-    """The costs in a JSON document, which may say more. Raises ValueError where it says less, or wrong."""
+    """Returns the costs in a JSON document. Raises ValueError for missing or wrong keys, ignores others."""
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
@@ -57,7 +57,7 @@ def read(text: str) -> StageCosts:
     if not _are_whole([values["seq_len"], values["stages"]]) or not _are_whole(values["slices"]):
         raise ValueError("seq_len and slices must be numbers of tokens, and stages a number of ranks")
     if not isinstance(values["model"], dict):
-        raise ValueError(f"model must say by name what was measured, found {values['model']!r}")
+        raise ValueError(f"model must give sizes and dtype by name, found {values['model']!r}")
     return StageCosts(**{**values, "slices": tuple(values["slices"])})
 
 

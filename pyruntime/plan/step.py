@@ -1,15 +1,16 @@
-"""Predicted seconds of an optimizer step, by what they go to.
+"""Predicts the seconds of an optimizer step, by part.
 
     step = m (F + B) of the slowest stage + bubble + exposed gradients and weights + optimizer
 
-F and B are compute and what is exposed of tensor-, context- and pipeline-parallel transfers. What travels
-between nodes shares their adapters: the time in which tensor or context parallelism occupies them hides
-nothing of data parallelism.
+F and B are compute plus the exposed part of tensor-, context- and pipeline-parallel transfers. Traffic
+between nodes shares their adapters: while tensor or context parallelism occupies them, no data-parallel
+transfer is hidden.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import assert_never
 
 from pyruntime.plan import axonn, co2
 from pyruntime.plan.communication import Link, all_gather, all_reduce, link, own_seconds, send
@@ -20,38 +21,37 @@ from pyruntime.plan.pipelines import bubble, last_stage_rank, layers_by_rank
 from pyruntime.plan.touched import travelling_share
 
 FLASH_BACKWARD = 2.5
-"""GEMMs of flash attention's backward pass over those of its forward pass."""
+"""GEMM work of flash attention's backward pass over that of its forward pass."""
 NORMS_OF_A_LAYER = 2
 KEPT = Rules(ffn_kept=1)
-"""By which all that selective recomputation makes again is kept without it."""
+"""Rules that keep all activations which selective recomputation would recompute."""
 BUCKETS_OF_A_LAYER = 4
-"""Weights that travel one by one, where they are not small."""
+"""Buckets of a layer whose weights travel one by one, because they are not small."""
 OPTIMIZER_BYTES = {"nearest": 28, "stochastic": 22}
-"""Read and written for a parameter, by the rounding of its weight: moments both ways, gradient; fp32 master
-both ways and weight, or the weight both ways."""
+"""Bytes read and written for a parameter, by the rounding of its weight. Both count moments both ways and the
+gradient; nearest adds the fp32 master both ways and the weight, stochastic the weight both ways."""
 ORTHOGONAL_STEPS = 5
-"""Of Newton-Schulz, of 4 n^2 k + 2 n^3 operations for a matrix of sides n and k."""
+"""Newton-Schulz steps, each 4 n^2 k + 2 n^3 operations for a matrix of sides n and k."""
 OWN_IN_WAITS = 0.4
-"""Of the seconds that a rank spends itself on stage 3's transfers, the share that passes while it would wait
-for them anyway. Fitted to meshes between hosts (bench/results/planning-time.md)."""
+"""Share of a rank's own seconds on stage 3's transfers that passes while it would wait for them anyway.
+Fitted to meshes between hosts (bench/results/planning-time.md)."""
 SUM_BYTES = 10
-"""Read and written to add a gradient of a parameter, of a micro-batch or of a slice of it, to the fp32 sum of
-those before."""
+"""Bytes read and written to add a parameter's gradient (of a micro-batch or slice) to the fp32 sum."""
 
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Of one layer and one micro-batch on one rank."""
+    """Seconds of one layer and one micro-batch on one rank."""
 
     forward: float
-    """Compute."""
+    """Compute only."""
     backward_input: float
-    """Compute, with what is recomputed."""
+    """Compute, including recomputation."""
     backward_weight: float
     attention: float
-    """Of what is computed, attention's part, forward and backward."""
+    """Attention's part of the compute, forward and backward."""
     tp_forward: float
-    """Exposed."""
+    """Exposed; so are the next three."""
     tp_backward: float
     cp_forward: float
     cp_backward: float
@@ -63,12 +63,12 @@ class LayerSeconds:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Of one step of the whole job; they add up to `total`."""
+    """Seconds of one step of the whole job; they add up to `total`."""
 
     compute: float
     recompute: float
     tp: float
-    """Exposed, as all of the following. AxoNN's y and x count as tp."""
+    """Exposed, as are cp, pp, z and dp. AxoNN's y and x count as tp."""
     cp: float
     pp: float
     z: float
@@ -78,7 +78,7 @@ class StepSeconds:
 
     @property
     def exposed(self) -> float:
-        """All but compute, bubble and optimizer."""
+        """All except compute, recomputation, bubble and optimizer."""
         return self.tp + self.cp + self.pp + self.z + self.dp
 
     @property
@@ -87,14 +87,16 @@ class StepSeconds:
 
 
 class Predictor:
-    """Predicts steps of one job; what many meshes share is computed once.
+    """Predicts steps of one job; computes once what many meshes share.
 
-    overlap: see `pyruntime.plan.overlap`. reduce_bytes: of an element of a gradient that travels.
-    regather: column linears gather their input again in the backward pass instead of keeping it; None: inside
-    nodes, as this project does. sums_whole: gradients of all micro-batches are summed before they travel, at
-    every ZeRO stage, by passes over memory of their own, and of x, y and z the first is tp, the last ZeRO 3,
-    as in this project (docs/explanation/primitives.md); otherwise stages 2 and 3, which hold none whole,
-    reduce them every time, GEMMs add to what is there, and x, y and z are AxoNN's.
+    overlap: see `pyruntime.plan.overlap`. reduce_bytes: bytes on the wire of one gradient element. regather:
+    column linears gather their input again in the backward pass instead of keeping it; None: only inside
+    nodes, as this project does.
+
+    sums_whole=True describes this project (docs/explanation/primitives.md). Gradients of all micro-batches
+    are summed before they travel, at every ZeRO stage, in separate passes over memory. Of x, y and z, x is tp
+    and z is ZeRO 3. With False, stages 2 and 3 reduce gradients for every micro-batch, because they hold none
+    whole; GEMMs add to the sums, and x, y and z are AxoNN's.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class Predictor:
         return link(self.job.cluster, mesh.inner(axis), size)
 
     def layer(self, mesh: Mesh) -> LayerSeconds:
-        """Of one layer and one micro-batch."""
+        """Returns the seconds of one layer and one micro-batch."""
         key = (mesh.tp, mesh.cp, mesh.x, mesh.y, mesh.z, mesh.micro_batch, mesh.slices)
         if key not in self._layers:
             axonn = mesh.is_axonn and not self.sums_whole
@@ -131,8 +133,8 @@ class Predictor:
         )
 
     def _again(self, mesh: Mesh, once: LayerSeconds) -> float:
-        """Seconds of compute of a layer's backward pass for what was not kept. Made selectively, as much as
-        that is read and written."""
+        """Returns the seconds in which a layer's backward pass recomputes what was not kept. Selective
+        recomputation reads and writes as much as it makes."""
         if mesh.recompute == "full":
             return once.forward
         if mesh.recompute == "none":
@@ -145,23 +147,22 @@ class Predictor:
     def _layer(self, mesh: Mesh) -> LayerSeconds:
         job, model, cluster = self.job, self.job.model, self.job.cluster
         tokens = mesh.micro_batch * job.seq / mesh.cp
-        # Of this project's grids x is tp, and y is another axis beside it.
+        # In this project's grids x is tp, and y is a further axis.
         ranks = mesh.tp * mesh.x
         tp, over_y = self.link(mesh, "x" if mesh.is_axonn else "tp", ranks), self.link(mesh, "y", mesh.y)
         regather = not tp.crosses if self.regather is None else self.regather
-        # A slice is multiplied and sent by itself, which costs its latencies each time.
+        # Each slice is multiplied and sent by itself, so latencies count once for each slice.
         of_slice = tokens / mesh.slices
         found = tuple(
             exposed_of(each, of_slice, tp, self._flops(each, ranks, mesh.y), self.overlap, regather, over_y)
             for each in linears(model)
         )
-        weights = sum(each.linear.k * each.linear.n for each in found) / (ranks * mesh.y)
+        weights = model.layer_matrices / (ranks * mesh.y)
         gemms = mesh.slices * (sum(each.compute for each in found) + self._loading(weights))
         attention = model.attention_flops(int(tokens), job.seq, causal=job.causal) / ranks
         attention /= cluster.attention_flops
         backward = FLASH_BACKWARD if job.causal else 2.0
-        # Norms, rotations, activation and residual sums read and write about what is kept for the backward
-        # pass.
+        # Norms, rotations, activation and residual sums read and write about what is kept for the backward.
         moved = layer_activations(model, tokens, ranks) / cluster.memory_bandwidth
         overhead = cluster.layer_overhead * mesh.slices
         norms = NORMS_OF_A_LAYER * self._square_sums(mesh, tokens)
@@ -188,12 +189,14 @@ class Predictor:
         )
 
     def _flops(self, linear: LinearShape, tp: int, y: int = 1) -> float:
-        """Operations/s of a rank's part of it."""
+        """Returns the operations/s of a rank's part of the linear."""
         k, n = (linear.k / y, linear.n / tp) if linear.column else (linear.k / tp, linear.n / y)
+        if linear.alone is not None:
+            k, n = linear.alone
         return self.job.cluster.gemm_flops(k, n)
 
     def _head_sums(self, mesh: Mesh, tokens: float, head: float) -> float:
-        """Exposed seconds of the logits' sums over y, under `head` seconds of their GEMM."""
+        """Returns the exposed seconds of the logits' sums over y, under `head` seconds of their GEMM."""
         over, logits = self.link(mesh, "y", mesh.y), 2 * tokens * self.job.model.vocab / mesh.x
         transfer = all_reduce(logits, over)
         if self.overlap == "none":
@@ -201,21 +204,21 @@ class Predictor:
         return min(transfer, 2 * own_seconds(logits, over) + exposed(transfer, head, mesh.y))
 
     def _square_sums(self, mesh: Mesh, tokens: float) -> float:
-        """Seconds in which a norm waits for the others' sums of squares, fp32, where y cuts its features."""
+        """Returns the seconds in which a norm waits for fp32 sums of squares over y, which cuts features."""
         return all_gather(4 * mesh.y * tokens / mesh.x, self.link(mesh, "y", mesh.y))
 
     def _loading(self, weights: float) -> float:
-        """Seconds in which bf16 weights of a GEMM come from memory, or their gradient goes there. GPUs do
-        it under the GEMM; the core of a CPU rank does one thing at a time."""
+        """Returns the seconds in which a GEMM's bf16 weights come from memory, or their gradient goes there.
+        GPUs do it under the GEMM; the core of a CPU rank does one thing at a time."""
         cluster = self.job.cluster
         return 2 * weights / cluster.memory_bandwidth if cluster.core_bandwidth else 0.0
 
     def _ring(
         self, mesh: Mesh, tokens: float, attention: float, backward: float
     ) -> tuple[float, float, float]:
-        """Exposed forward and backward, and all transfers of a forward pass: keys and values go round a ring
-        under attention, and their gradients with them on the way back, with one hop more (arXiv
-        2310.01889)."""
+        """Returns exposed seconds forward and backward, and the seconds of all transfers of a forward pass.
+        Keys and values go round a ring under attention. In the backward pass their gradients travel with
+        them, with one more hop (arXiv 2310.01889)."""
         if mesh.cp == 1:
             return 0.0, 0.0, 0.0
         over, model = self.link(mesh, "cp", mesh.cp), self.job.model
@@ -227,8 +230,9 @@ class Predictor:
         return forward, back, hops * hop
 
     def _axonn_layer(self, mesh: Mesh) -> LayerSeconds:
-        """Overlaps as AxoNN has them: the all-reduce of O waits, that of dI runs under dW, weights come and
-        gradients go under the layers beside (arXiv 2305.13525, section 5)."""
+        """Returns a layer's seconds with AxoNN's overlap: the all-reduce of O is exposed, that of dI runs
+        under dW, and weights and their gradients travel under the neighbouring layers (arXiv 2305.13525,
+        section 5)."""
         job, model, cluster = self.job, self.job.model, self.job.cluster
         tokens = mesh.micro_batch * job.seq
         hides = self.overlap != "none"
@@ -248,7 +252,7 @@ class Predictor:
         forward = gemms + attention + 2 * moved
         backward_all = 2 * gemms + backward * attention + 3 * moved
         hidden_forward = forward if hides else 0.0
-        # dW hides the sums over x already.
+        # dW already hides the sums over x.
         hidden_backward = backward_all - gemms if hides else 0.0
         return LayerSeconds(
             forward=forward + cluster.layer_overhead,
@@ -257,7 +261,7 @@ class Predictor:
             attention=(1 + backward) * attention,
             tp_forward=output,
             tp_backward=under_weights,
-            # Of the weights' transfers over z: `cp` is unused in these meshes, so they stand there.
+            # The weights' transfers over z; these meshes have no cp, so its fields hold them.
             cp_forward=max(0.0, gather - hidden_forward),
             cp_backward=max(0.0, 2 * gather - hidden_backward),
             between_forward=gather + output,
@@ -276,7 +280,7 @@ class Predictor:
         head = model.head_flops(int(tokens)) / cut / cluster.flops
         head += mesh.slices * self._loading(model.hidden * model.vocab / cut)
         head_sums = self._head_sums(mesh, tokens, head)
-        # Loss and its gradient read and write the logits a few times.
+        # The loss and its gradient read and write the logits a few times.
         head_moved = 6 * tokens * model.vocab / (mesh.tp * mesh.x) / cluster.memory_bandwidth
 
         def forward_of(rank: int) -> float:
@@ -301,11 +305,11 @@ class Predictor:
             weight = layers * one.backward_weight + (head if has_head else 0.0) + sums
             whole = compute + recompute + tp + ring
             idle = bubble(mesh, micro_batches, forward, whole - forward - weight, weight)
-            # Of equal slices the last attends to most: (2 q - 1) / q^2 of attention in place of 1 / q.
+            # The last of equal slices attends to most: (2 q - 1) / q^2 of attention in place of 1 / q.
             q = mesh.slices
             idle += (mesh.pp - 1) * layers * one.attention * (q - 1) / q**2
             idle *= cluster.core_share
-            # Messages travel under other micro-batches; those of the first and the last one are waited for.
+            # Messages travel under other micro-batches; only those of the first and the last are exposed.
             pp_exposed = 2 * (mesh.pp - 1) * hop
             if mesh.kind == "zb-v" or mesh.virtual > 1:
                 pp_exposed *= 2 if mesh.kind == "zb-v" else mesh.virtual
@@ -322,15 +326,22 @@ class Predictor:
             z=weights,
             dp=self._averaging(mesh, times * (compute + recompute + tp + ring) + idle) if mesh.tau else dp,
             bubble=idle,
-            optimizer=optimizer + self._muon(mesh),
+            optimizer=optimizer + self._orthogonalization(mesh),
         )
 
+    def _orthogonalization(self, mesh: Mesh) -> float:
+        """Returns the seconds in which Muon orthogonalizes its matrices and sends them there and back, as if
+        nothing hid them (docs/explanation/data-parallel.md); 0 for AdamW."""
+        match self.job.optimizer:
+            case "adamw":
+                return 0.0
+            case "muon":
+                return self._muon(mesh)
+            case _:
+                assert_never(self.job.optimizer)
+
     def _muon(self, mesh: Mesh) -> float:
-        """Seconds in which Muon's matrices are made orthogonal and travel there and back, as if nothing hid
-        them (docs/explanation/data-parallel.md)."""
         job, model = self.job, self.job.model
-        if job.optimizer != "muon":
-            return 0.0
         layers = layers_by_rank(model, mesh)[0]
         of_layer = [
             ORTHOGONAL_STEPS * (4.0 * n * n * k + 2.0 * n**3) for n, k in map(sorted, model.layer_shapes)
@@ -342,20 +353,21 @@ class Predictor:
         return work / job.cluster.flops + 2 * (over_shard + over_tp)
 
     def _averaging(self, mesh: Mesh, step: float) -> float:
-        """Exposed seconds of CO2's averages."""
+        """Returns the exposed seconds of CO2's averages."""
         parameters = self.parameters(mesh)
         return co2.exposed(2 * parameters, self.link(mesh, "dp", mesh.dp), step, mesh.tau)
 
     def parameters(self, mesh: Mesh) -> float:
-        """Of the pipeline's rank 0, before ZeRO cuts them."""
+        """Returns the parameters of the pipeline's rank 0, before ZeRO cuts them."""
         layers = layers_by_rank(self.job.model, mesh)[0]
         first_is_last = last_stage_rank(mesh) == 0
         cut = mesh.tp * mesh.x * mesh.y * mesh.z
         return sum(parameters_of_rank(self.job.model, cut, layers, True, first_is_last))
 
     def gradient_bytes(self, mesh: Mesh) -> float:
-        """Of the pipeline's rank 0, that travel over dp and cp in a step: all, but of a table that one
-        embedding alone reads, between this project's CPU ranks, the rows that the step's tokens touch."""
+        """Returns the gradient bytes of the pipeline's rank 0 that travel over dp and cp in a step. All
+        gradients count, with one exception: between this project's CPU ranks, of a table that only one
+        embedding reads, only rows that the step's tokens touch."""
         job, model = self.job, self.job.model
         parameters = self.parameters(mesh)
         if self.sums_whole and job.cluster.core_bandwidth and not (model.tied or mesh.is_axonn):
@@ -364,17 +376,18 @@ class Predictor:
         return self.reduce_bytes * parameters
 
     def _not_read_again(self, mesh: Mesh) -> float:
-        """Parameters of the pipeline's rank 0 that stage 3 does not gather for the backward pass: the
-        embedding's table, and the last weight of the forward pass, which stays. Where the head is the table,
-        it is gathered twice before, and stays."""
+        """Returns the parameters of the pipeline's rank 0 that stage 3 does not gather for the backward pass:
+        the embedding's table, and the last weight of the forward pass, which stays. If the head is the table,
+        it is gathered twice before and stays."""
         model = self.job.model
         if last_stage_rank(mesh):
-            return (model.embedding + model.hidden * model.ffn) / mesh.tp
+            last = model.layer_experts / 3 if model.experts else model.hidden * model.ffn
+            return (model.embedding + last) / mesh.tp
         return 0.0 if model.tied else 2 * model.head / mesh.tp
 
     def _sums(self, mesh: Mesh, micro_batches: int) -> float:
-        """Seconds of a micro-batch in which gradients are added to those before: all but the first slice's of
-        the step."""
+        """Returns the seconds per micro-batch in which gradients are added to earlier ones; the first slice
+        of the step adds nothing."""
         if not self.sums_whole:
             return 0.0
         added = (micro_batches * mesh.slices - 1) / micro_batches
@@ -383,8 +396,8 @@ class Predictor:
     def _reduction(
         self, mesh: Mesh, micro_batches: int, one: LayerSeconds, layers: int, head: float
     ) -> tuple[float, float]:
-        """Exposed seconds of gradients and weights over dp and cp, and the optimizer's. head: seconds of its
-        GEMM where the rank has it."""
+        """Returns the exposed seconds of gradients and weights over dp and cp, and the optimizer's seconds.
+        head: seconds of its GEMM if the rank has it."""
         cluster = self.job.cluster
         parameters = self.parameters(mesh)
         held = parameters / mesh.shard if mesh.zero else parameters
@@ -414,12 +427,12 @@ class Predictor:
             buckets = max(1, min(buckets, round(2 * parameters / BUCKET_BYTES)))
 
         def left(transfer: float, window: float) -> float:
-            # Bucket by bucket: the first transfer begins when one has been computed, the last ends after all.
+            # Bucket by bucket: the first transfer begins after one is computed, the last ends after all.
             return max(transfer - window * (buckets - 1) / buckets, transfer / buckets)
 
         times = 1 if self.sums_whole else micro_batches
         if zero == 3:
-            # Weights come ahead of their use, for every micro-batch in both directions, and gradients go.
+            # Weights arrive ahead of their use for every micro-batch, in both directions; gradients leave.
             share = 1 - self._not_read_again(mesh) / parameters
             again, own_again = share * weights, share * own_weights
             each = left(weights, window_forward + OWN_IN_WAITS * own_weights)

@@ -1,8 +1,8 @@
-"""How to cut a sequence into slices for a pipeline: TeraPipe's dynamic program, exact.
+"""Cuts a sequence into slices for a pipeline: TeraPipe's dynamic program, exact.
 
-With a causal mask a token needs only earlier tokens of the layer below, so the stages of a pipeline can work
-on slices of one sequence at once. With K stages and slices that take t_1..t_M seconds, where t depends on a
-slice's length and on how much precedes it, all stages are done after::
+With a causal mask a token needs only earlier tokens of the layer below. So the stages of a pipeline can work
+on slices of one sequence at once. Take K stages and slices of t_1..t_M seconds, where t depends on a slice's
+length and on how much precedes it. All stages are done after::
 
     sum_i t_i + (K - 1) max_i t_i
 
@@ -11,13 +11,13 @@ after j, S(0) = 0 and ::
 
     S(i) = min over k <= i with t(k, i - k) <= c  of  S(i - k) + t(k, i - k)
 
-The slowest slice takes one of the times of the table, so it is enough to solve for those as ceilings. Few of
-them have to be: S falls as c rises, so a slicing whose slowest slice takes from a to b has a sum of at least
-S(b), and takes at least max(S(b), a) + (K - 1) a. Ranges of ceilings are halved, the most promising first,
-and left out where that is not below what was found (derived; the paper goes through all ceilings upwards).
+The slowest slice takes one of the times in the table, so only those need solving as ceilings. Few of them are
+needed. S falls as c rises: a slicing whose slowest slice takes from a to b has a sum of at least S(b), and a
+total of at least max(S(b), a) + (K - 1) a. Ranges of ceilings are halved, the most promising first, and
+dropped if that bound is not below the best total (derived; the paper tries all ceilings upwards).
 
-Lengths are in units of a grid, n of which make the sequence, and a cost table is what `slice_cost.table`
-makes: [n, n + 1] seconds of a slice of a + 1 units after b units. inf stands for a slice that cannot be.
+Lengths are in units of a grid, n of which make the sequence. `slice_cost.table` makes a cost table
+[n, n + 1]: entry [a, b] is the seconds of a slice of a + 1 units after b units, inf for an impossible one.
 Later slices attend to more, so the best slices are long first and short later.
 
 Source: TeraPipe, arXiv 2102.07988, equations 4 and 5, algorithm 1.
@@ -41,18 +41,18 @@ class Slicing:
     """A sequence cut into slices, in the order of the tokens."""
 
     lengths: tuple[int, ...]
-    """In grid units."""
+    """Grid units of each slice."""
     seconds: tuple[float, ...]
-    """Of each slice in one stage."""
+    """Seconds of each slice in one stage."""
     total: float
-    """Seconds until the last stage is done with this one sequence, equation 5."""
+    """Seconds until the last stage has finished this one sequence, equation 5."""
 
 
 def best_slicing(table: ArrayLike, stages: int) -> Slicing:
-    """The slicing of least total. Of slicings equal under a ceiling the one with the shortest last slice is
-    taken, so slices do not become longer where none needs to.
+    """Returns the slicing of least total. Among slicings of equal sum under a ceiling it takes the one with
+    the shortest last slice, so slices are no longer than needed.
 
-    Raises ValueError where the table is malformed or leaves no slicing, or `stages` is below 1.
+    Raises ValueError for a malformed table, one without a finite slicing, or `stages` below 1.
     """
     costs = _checked(table, stages)
     ending = _by_end(costs)
@@ -63,7 +63,7 @@ def best_slicing(table: ArrayLike, stages: int) -> Slicing:
             f"No slicing of {len(costs)} units has a finite cost; the table rules out every one."
         )
     best = _scored(costs, unlimited, stages)
-    # (bound, first ceiling, behind the last one, S of a ceiling at or above them)
+    # (bound, first ceiling, end of ceilings (exclusive), S of a ceiling at or above them)
     ranges: list[tuple[float, int, int, float]] = []
 
     def open_range(begin: int, end: int, busy: float) -> None:
@@ -83,7 +83,7 @@ def best_slicing(table: ArrayLike, stages: int) -> Slicing:
             found = _scored(costs, lengths, stages)
             best = min(best, found, key=lambda slicing: slicing.total)
             busy_below = sum(found.seconds)
-            # From its slowest slice up to this ceiling S is constant.
+            # Between its slowest slice and this ceiling S is constant.
             open_range(begin, int(np.searchsorted(ceilings, max(found.seconds))), busy_below)
         if busy < busy_below:
             open_range(middle + 1, end, busy)
@@ -91,9 +91,9 @@ def best_slicing(table: ArrayLike, stages: int) -> Slicing:
 
 
 def uniform_slicing(table: ArrayLike, stages: int, slices: int) -> Slicing:
-    """The slicing into `slices` equal slices, the first ones a unit longer where they do not divide evenly.
+    """Returns the slicing into `slices` equal slices; the first are a unit longer if uneven.
 
-    Raises ValueError where the table is malformed or an argument is out of range.
+    Raises ValueError for a malformed table or an argument out of range.
     """
     costs = _checked(table, stages)
     units = len(costs)
@@ -104,13 +104,13 @@ def uniform_slicing(table: ArrayLike, stages: int, slices: int) -> Slicing:
 
 
 def best_uniform_slicing(table: ArrayLike, stages: int) -> Slicing:
-    """The `uniform_slicing` of least total over the number of slices. Raises ValueError as that does."""
+    """Returns the `uniform_slicing` of least total over the number of slices. Raises as that does."""
     of_each = (uniform_slicing(table, stages, slices) for slices in range(1, len(np.asarray(table)) + 1))
     return min(of_each, key=lambda slicing: slicing.total)
 
 
 def _checked(table: ArrayLike, stages: int) -> Floats:
-    """`table` as float64 [n, n + 1], inf where a slice exceeds the sequence.
+    """Returns `table` as float64 [n, n + 1], inf where a slice exceeds the sequence.
 
     Raises ValueError for another shape, for nan or negative seconds, and for fewer stages than one.
     """
@@ -119,7 +119,7 @@ def _checked(table: ArrayLike, stages: int) -> Floats:
     costs = np.asarray(table, dtype=np.float64)
     if costs.ndim != 2 or len(costs) < 1 or costs.shape[1] != len(costs) + 1:
         raise ValueError(
-            f"table must be [n, n + 1] seconds, of a slice of a + 1 units after b units, found shape "
+            f"table must be [n, n + 1]: seconds of a slice of a + 1 units after b units; found shape "
             f"{costs.shape}."
         )
     n = len(costs)
@@ -132,18 +132,17 @@ def _checked(table: ArrayLike, stages: int) -> Floats:
 
 
 def _by_end(costs: Floats) -> Floats:
-    """[n, n]: seconds of the slice of k + 1 units that ends behind unit i; inf for k > i."""
+    """Returns [n, n]: seconds of the slice of k + 1 units that ends with unit i (from 0); inf for k > i."""
     n = len(costs)
     i, k = np.arange(n)[:, None], np.arange(n)[None]
     return np.where(k <= i, costs[k, np.maximum(i - k, 0)], np.inf)
 
 
 def _least_below(ending: Floats, ceiling: float) -> list[int]:
-    """Lengths of the slices of least sum of which none takes longer than `ceiling`; none where there are
-    no such slices."""
+    """Returns the lengths of the slices of least sum, none longer than `ceiling`; empty if impossible."""
     n = len(ending)
     allowed = np.where(ending <= ceiling, ending, np.inf)
-    # Prefix i is at n - i, so that what precedes it is one run, ordered by the length of its last slice.
+    # Prefix i is stored at n - i, so that its predecessors are one run, ordered by the last slice's length.
     least = np.full(n + 1, np.inf)
     least[n] = 0.0
     last = np.zeros(n + 1, dtype=np.int64)
@@ -160,6 +159,6 @@ def _least_below(ending: Floats, ceiling: float) -> list[int]:
 def _scored(costs: Floats, lengths: Sequence[int], stages: int) -> Slicing:
     begins = np.cumsum([0, *lengths[:-1]])
     seconds = tuple(float(costs[length - 1, begin]) for length, begin in zip(lengths, begins, strict=True))
-    # Alone, a stage waits for nobody; 0 * inf would be nan.
+    # A single stage waits for nobody; 0 * inf would be nan.
     waits = (stages - 1) * max(seconds) if stages > 1 else 0.0
     return Slicing(tuple(lengths), seconds, sum(seconds) + waits)

@@ -1,5 +1,5 @@
-"""Which rows of a token embedding a step touches: those alone have a gradient that travels between CPU ranks
-(`pyruntime.data_parallel.touched`)."""
+"""Estimates how many rows of a token embedding a step touches. Between CPU ranks only those rows' gradients
+travel (`pyruntime.data_parallel.touched`)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from functools import lru_cache
 import numpy as np
 
 SHIFT = 2.7
-"""Of Zipf's law as tokens follow it: that of number r, from 0, has a probability in proportion to
-1 / (r + 1 + SHIFT). An assumption."""
+"""Shift of Zipf's law for tokens: token r, from 0, has a probability proportional to 1 / (r + 1 + SHIFT). An
+assumption."""
 MOST_TOUCHED = 0.5
-"""Share of the rows; where more are touched all travel."""
+"""Share of the rows above which all rows travel."""
 
 
 @lru_cache(maxsize=256)
 def travelling_share(vocab: int, ranks: int, tokens: int) -> float:
-    """Of the rows of the first of `ranks` equal parts of a vocabulary, the share whose gradients travel when
-    `tokens` tokens were drawn, on average. Frequent tokens have small numbers, so other parts have fewer."""
+    """Returns the mean share of rows whose gradients travel after `tokens` random tokens, in the first of
+    `ranks` equal parts of a vocabulary. Frequent tokens have small numbers, so the other parts have fewer
+    such rows."""
     chances = 1 / (np.arange(vocab) + 1 + SHIFT)
     rows = -(-vocab // ranks)
     own = chances[:rows] / chances.sum()

@@ -1,7 +1,7 @@
 """Bytes that a rank receives over each axis in an optimizer step.
 
-The transfers are those of `step.py`: what takes a second there on a link of one byte per second is a byte.
-What small things exchange besides (norms, statistics of the loss, marks) is not counted.
+The transfers are those of `step.py`, on a link of one byte per second. Small exchanges (norms, statistics of
+the loss, marks) are not counted.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ def _bytes_over(size: int, crosses: bool = False) -> Link:
 
 
 def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
-    """By axis: tp, cp, pp (of a rank that has neighbours on both sides), of what data parallelism moves over
-    data- and context-parallel ranks `gradients` and `weights`, and sums over `replicas`. element: bytes of an
-    activation, a weight and a gradient.
+    """Returns bytes by axis: tp, cp, pp (for a rank with neighbours on both sides), `gradients` and `weights`
+    of data parallelism over dp and cp ranks, and sums over `replicas`. element: bytes of an activation, a
+    weight and a gradient.
 
-    Of the pipeline's rank with most layers, and of data parallelism of its first one. Of cp it is the most,
-    as keys that nobody sees stay; sums of their gradients are fp32. Where ZeRO cuts nothing, `weights` are
-    whole sums of gradients, which return. Of AxoNN meshes tp is x, y stands beside it, and z is ZeRO 3.
-    Raises ValueError for CO2's meshes, and for AxoNN's with cp or pp.
+    tp and cp count the pipeline's rank with most layers, data parallelism its first rank. cp is an upper
+    bound: keys that no query sees do not travel; sums of key gradients are fp32. If ZeRO cuts nothing,
+    `weights` are the whole sums of gradients that return. For AxoNN meshes tp is x, y is an extra entry, and
+    z is ZeRO 3. Raises ValueError for CO2 meshes, and for AxoNN meshes with cp or pp.
     """
     if mesh.tau or (mesh.is_axonn and mesh.cp * mesh.pp > 1):
         raise ValueError(
-            f"{mesh.text()} is not counted here; use tp, cp, pp and a dp that meets in every step, or x, y, "
-            "z and dp."
+            f"The bytes of {mesh.text()} cannot be counted; use tp, cp, pp, and a dp that meets in every "
+            "step, or x, y, z and dp."
         )
     if mesh.is_axonn:
         return _bytes_of_grid(job, mesh, element)
@@ -64,14 +64,14 @@ def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
 
 
 def _bytes_of_grid(job: Job, mesh: Mesh, element: int) -> dict[str, float]:
-    """The same of x, y and z, as docs/explanation/primitives.md has them: activations over x and y, and over
-    z and dp what the same blocks cause as ZeRO's weights."""
+    """Returns the bytes of an x, y, z mesh (docs/explanation/primitives.md): activations over x and y; over z
+    and dp the weights and gradients of ZeRO on the same blocks."""
     tokens, passes = mesh.micro_batch * job.seq, 2 if mesh.recompute == "full" else 1
     over_x, over_y = _bytes_over(mesh.x), _bytes_over(mesh.y)
     crosses = Predictor(job).link(mesh, "x", mesh.x).crosses
     of_x = of_y = 0.0
     for linear in linears(job.model):
-        # Rows of the stream are gathered and scattered over x; what is as wide as the other side is over y.
+        # Over x, rows of the stream are gathered and scattered; over y, the linear's other side is summed.
         rows = all_gather(tokens * linear.travels / mesh.y, over_x)
         sums = all_reduce(tokens * linear.deciding / mesh.x, over_y)
         again = linear.column and not crosses  # for dW

@@ -1,4 +1,4 @@
-"""Where the service of replicas that come and go listens; without torch."""
+"""The address of the service of replicas that come and go; without torch."""
 
 import ipaddress
 
@@ -7,7 +7,7 @@ LARGEST_PORT = (1 << 16) - 1
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """HOST:PORT. Raises ValueError for what is none."""
+    """Splits HOST:PORT. Raises ValueError for another form."""
     host, _, port = address.rpartition(":")
     if not (is_host(host) and _is_port(port)):
         raise ValueError(f"{address!r} is no address; write HOST:PORT, such as host1:{DEFAULT_PORT}.")
@@ -15,7 +15,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_host(text: str) -> bool:
-    """Whether it can be a name or a number of a host."""
+    """Whether it can be a host's name or IP address."""
     try:
         return bool(text) and bool(text.encode("idna"))
     except UnicodeError:
@@ -27,7 +27,7 @@ def _is_port(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is a number of the host that calls it."""
+    """Whether `host` is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,17 +1,21 @@
 """Sums over replicas, taken beside the training steps that follow.
 
-begin(tensor)    it will be summed over the ranks, in place, in runs that leave one after the other
-pump()           takes what has come and lets go what there is room for; waits for nobody
-wait(tensor)     it holds the sums
+begin(tensor)    starts to sum the tensor over the ranks, in place, in runs that leave one after the other
+pump()           receives what has arrived and sends what there is room for; never waits
+wait(tensor)     returns when the tensor holds the sums
 
-Runs may travel packed (packing.py). What is summed is a snapshot: nobody else reads or writes the tensor in
-between, least of all a training step. Runs travel in the class of data parallelism, behind its gradients and
-weights, two at a time. They begin in one order on all ranks, but at moments of each rank's own
+On a device the runs are sums on a stream of their own, which waits for the other ranks; `wait` makes the
+current stream wait for it, and the host waits for nothing.
+
+Runs may travel packed (packing.py). The tensor is a snapshot: nobody else, least of all a training step,
+reads or writes it in between. Runs travel in the traffic class of data parallelism, behind its gradients and
+weights, two at a time. They begin in one order on all ranks, but each rank begins when it likes
 (`FlightAxis`).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -28,21 +32,25 @@ from pyruntime.data_parallel.compression import Compression
 from pyruntime.data_parallel.compression.packets import PackedSum
 from pyruntime.replicas import packing
 
+CPU = torch.device("cpu")
 WIDTH = 64
-"""Elements of a line; the tensors are as many lines."""
+"""Elements of a line; each tensor is a whole number of lines."""
 RUN_BYTES = 4 << 20
+MOST_QUEUED = 16
+"""Runs that a device's stream has at once: enough to keep it busy between two calls of `pump`, and fewer than
+would make the host wait for a place in its queue."""
 OUTER = 2
-"""Place within the class dp: after gradients (0) and weights (1)."""
+"""Position within traffic class dp: after gradients (0) and weights (1)."""
 
 
 class Sums(Protocol):
-    """What takes the sums of an `OuterOptimizer`: `Averaging`, or where replicas come and go
-    `pyruntime.replicas.Member`."""
+    """Takes the sums of an `OuterOptimizer`: `Averaging`, or `pyruntime.replicas.member.Member` if replicas
+    come and go."""
 
     size: int
-    """Replicas whose displacements the sum is of that was waited for last."""
+    """Replicas in the last sum that was waited for."""
     rank: int
-    """Of this replica among them, where that is the same as long as the run lasts; else 0."""
+    """Number of this replica among them if it is fixed for the whole run; else 0."""
 
     @property
     def is_busy(self) -> bool: ...
@@ -53,22 +61,22 @@ class Sums(Protocol):
 
     def wait(self, tensor: Tensor) -> None: ...
 
-    def used(self, tensor: Tensor, scale: float | None) -> None:
-        """The sums in `tensor` are going to be an outer step, with them times `scale`; None: they are of
-        nobody, and it is none."""
+    def used(self, tensor: Tensor, scale: float | Tensor | None) -> None:
+        """Announces the outer step that uses the sums in `tensor` times `scale`; None: nobody contributed, so
+        no step is taken."""
 
     def stats(self) -> tuple[float, int]:
-        """Since the start, seconds in which this thread did nothing but wait for other replicas, copy and
-        sum, and bytes that came from them."""
+        """Returns two totals since the start: seconds in which this thread only waited for other replicas,
+        copied or summed, and bytes received from them."""
 
     def close(self) -> None: ...
 
 
 class _Run:
-    """Part of a tensor, which is summed in one flight."""
+    """Part of a tensor, summed in one flight."""
 
     then: Flight | None = None
-    """No other has to land."""
+    """No other flight has to land."""
 
     def __init__(self, lines: Tensor, axis: FlightAxis):
         self._lines = lines
@@ -104,12 +112,41 @@ class _Run:
         self._scatter = None
 
 
-class Averaging:
-    """Sums over the ranks of `mesh`, which all make it alike, and call its methods alike but for pump().
+class _Queued:
+    """Part of a tensor, whose sum the current stream takes: all of it is queued at once.
 
-    sizes: [(elements, dtype)] of the tensors that will be summed. compression: how they travel but for their
-    last line; None: as they are. Raises ValueError where they cannot, CommTimeout and PeerLost, as its
-    methods do.
+    run: the flight that began last."""
+
+    then: Flight | None = None
+
+    def __init__(self, run: _Run | PackedSum, axis: FlightAxis, device: torch.device):
+        axis.complete_latest(run)
+        if run.then is not None:
+            axis.complete_latest(run.then)
+        self.event = torch.Event(device)
+        self.event.record()
+        axis.add(self)
+
+    def advance(self) -> None:
+        """Does nothing: the stream goes on by itself."""
+
+    def has_landed(self) -> bool:
+        return self.event.query()
+
+    def complete(self) -> None:
+        """Does nothing: who needs the sums waits for `event`."""
+
+    def drop(self) -> None:
+        """Does nothing: the stream comes to its end by itself."""
+
+
+class Averaging:
+    """Sums over the ranks of `mesh`. All ranks construct it with the same arguments and make the same calls,
+    except pump().
+
+    sizes: [(elements, dtype)] of the tensors to sum, all on `device`. compression: packs all but their last
+    line; None: they travel unpacked. Raises ValueError where compression cannot apply; CommTimeout and
+    PeerLost, as its methods do.
     """
 
     def __init__(
@@ -117,27 +154,40 @@ class Averaging:
         mesh: DeviceMesh | None,
         sizes: Sequence[tuple[int, torch.dtype]],
         compression: Compression | None = None,
+        device: torch.device = CPU,
     ):
-        self._axis = axis = FlightAxis(None) if mesh is None else FlightAxis.of(mesh, OUTER, MOST_ANY_TIME)
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        most = MOST_ANY_TIME if self._stream is None else MOST_QUEUED
+        self._axis = axis = FlightAxis(None) if mesh is None else FlightAxis.of(mesh, OUTER, most)
         self.size, self.rank, self.name = axis.size, axis.rank, axis.name
         self._waiting: deque[tuple[Tensor, Tensor]] = deque()
-        """Lines of a tensor that are still to leave, and the tensor."""
-        self._last: dict[int, _Run | PackedSum] = {}
-        """Of every tensor that has begun to leave, by its id, the run that left last."""
+        """Lines of a tensor that have not left yet, and the tensor."""
+        self._last: dict[int, _Run | _Queued | PackedSum] = {}
+        """The run that left last, by the tensor's id."""
         self._has_failed = False
         self._run_bytes = RUN_BYTES
         self._packer: packing.Packer | None = None
         self._lost: dict[int, Tensor] = {}
-        """Of every tensor, by its id."""
+        """Values that packing has lost, by the tensor's id."""
         if compression is not None:
-            packing.check(compression, {dtype for _, dtype in sizes}, axis.size)
+            packing.check(compression, {dtype for _, dtype in sizes}, axis.size, device)
         if axis.size > 1:
             axis.turn_to(self)
-            self._claim(sizes, compression)
+            with self._beside():
+                self._claim(sizes, compression, device)
 
-    def _claim(self, sizes: Sequence[tuple[int, torch.dtype]], compression: Compression | None) -> None:
-        """Every place gets its memory here, where all ranks meet: later they begin at different moments. What
-        chunks of a smaller run are aligned to may add to it, so nearly the largest count too."""
+    def _beside(self) -> contextlib.AbstractContextManager:
+        """Makes the stream of the sums the current one, on a device."""
+        return contextlib.nullcontext() if self._stream is None else self._stream
+
+    def _claim(
+        self,
+        sizes: Sequence[tuple[int, torch.dtype]],
+        compression: Compression | None,
+        device: torch.device,
+    ) -> None:
+        """Allocates the memory of every place now, while all ranks meet; later they begin at different
+        moments. Aligned chunks of a slightly smaller run may need more, so those are tried too."""
         packs = compression is not None
         runs = {
             (len(lines), dtype)
@@ -146,11 +196,11 @@ class Averaging:
         }
         if compression is not None:
             lengths = [lines * WIDTH for lines, _ in runs]
-            self._packer = packing.Packer(compression, self._axis, lengths, WIDTH)
+            self._packer = packing.Packer(compression, self._axis, lengths, WIDTH, device)
         most = max((lines * dtype.itemsize for lines, dtype in runs), default=0)
         for lines, dtype in sorted(runs, key=str):
             if lines * dtype.itemsize > 0.9 * most:
-                nothing = torch.zeros(lines, WIDTH, dtype=dtype)
+                nothing = torch.zeros(lines, WIDTH, dtype=dtype, device=device)
                 for _ in range(PLACES):
                     if self._packer is None:
                         _Run(nothing, self._axis)
@@ -159,17 +209,20 @@ class Averaging:
                 self._axis.complete_all()
 
     def begin(self, tensor: Tensor) -> None:
-        """tensor: 1-D, contiguous, of whole lines."""
+        """tensor: 1-D, contiguous, a whole number of lines."""
         if self.size == 1:
             return
         self._axis.turn_to(self)
         self._axis.held = self
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream(tensor.device))
+            tensor.record_stream(self._stream)
         self._waiting.extend((lines, tensor) for lines in self._cut(tensor, self._packer is not None))
         self.pump()
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is on its way that nobody has waited for."""
+        """Whether a sum is under way that nobody has waited for."""
         return self._axis.held is self
 
     @torch.no_grad()
@@ -182,29 +235,36 @@ class Averaging:
 
     def _begin_next(self) -> None:
         lines, tensor = self._waiting.popleft()
+        with self._beside():
+            run = self._begun(lines, tensor)
+            queues = self._stream is not None
+            self._last[id(tensor)] = _Queued(run, self._axis, tensor.device) if queues else run
+
+    def _begun(self, lines: Tensor, tensor: Tensor) -> _Run | PackedSum:
         if self._packer is None:
-            self._last[id(tensor)] = _Run(lines, self._axis)
-            return
+            return _Run(lines, self._axis)
         lost = self.lost_of(tensor)
         assert lost is not None
         begin = lines.storage_offset() - tensor.storage_offset()
         end = begin + lines.numel()
         last = tensor[-WIDTH:] if end == len(tensor) - WIDTH else None
-        self._last[id(tensor)] = self._packer.begin(lines.view(-1), lost[begin:end], last)
+        return self._packer.begin(lines.view(-1), lost[begin:end], last)
 
     def lost_of(self, tensor: Tensor) -> Tensor | None:
-        """What packing has lost of that tensor's values, fp32, flat, in memory that stays; None where they
-        travel as they are."""
+        """Returns what packing has lost of the tensor's values: fp32, flat, always the same memory. None if
+        they travel unpacked."""
         if self._packer is not None and id(tensor) not in self._lost:
-            self._lost[id(tensor)] = torch.zeros(len(tensor) - WIDTH)
+            self._lost[id(tensor)] = lost = torch.zeros(len(tensor) - WIDTH, device=tensor.device)
+            if self._stream is not None:
+                lost.record_stream(self._stream)
         return self._lost.get(id(tensor))
 
     @torch.no_grad()
     def wait(self, tensor: Tensor) -> None:
         if self._has_failed:
             raise RuntimeError(
-                "What was on its way between replicas is lost, because their group failed or was closed; "
-                "make a new OuterOptimizer, on every rank."
+                "Displacements under way between replicas are lost: their group failed or was closed; make a "
+                "new OuterOptimizer on every rank."
             )
         while any(each is tensor for _, each in self._waiting):
             self._begin_next()
@@ -213,16 +273,19 @@ class Averaging:
             self._axis.complete_up_to(run)
             if run.then is not None:
                 self._axis.complete_up_to(run.then)
+            if isinstance(run, _Queued):
+                torch.accelerator.current_stream(tensor.device).wait_event(run.event)
         self._rest()
 
-    def used(self, tensor: Tensor, scale: float | None) -> None:
-        """Nobody comes who would have to know."""
+    def used(self, tensor: Tensor, scale: float | Tensor | None) -> None:
+        """Does nothing: the replicas are fixed, so no newcomer has to learn of the step."""
 
     def settle(self) -> None:
         while self._waiting:
             self._begin_next()
         self._axis.complete_all()
-        self._last.clear()
+        if self._stream is None:
+            self._last.clear()
         self._rest()
 
     def end_turn(self) -> None:
@@ -234,25 +297,26 @@ class Averaging:
         self._last.clear()
 
     def _rest(self) -> None:
-        if not self._waiting and not self._last and self.is_busy:
+        is_begun = not self._waiting and (self._stream is not None or not self._last)
+        if is_begun and self.is_busy:
             self._axis.held = None
 
     def close(self) -> None:
-        """Nothing is under way any more."""
+        """Completes the sums under way."""
         if self.is_busy:
             self.settle()
 
     def stats(self) -> tuple[float, int]:
-        """As `Sums` has it."""
+        """Returns the totals that `Sums` describes."""
         if self.size == 1:
             return 0.0, 0
         found = [comm.stats(self.name)]
         if self._packer is not None:
-            found += self._packer.channels.stats()
+            found += self._packer.mail.stats()
         return sum(each.waiting_s + each.moving_s for each in found), sum(each.bytes for each in found)
 
     def _cut(self, tensor: Tensor, packs: bool) -> list[Tensor]:
-        """Its lines [*, WIDTH], in runs that are alike but for one line; where they are packed, but for the
-        last one, which goes beside."""
+        """Returns lines [*, WIDTH] of the tensor, in runs of equal length up to one line. Packed tensors
+        leave out their last line, which travels beside."""
         lines = tensor.view(-1, WIDTH)
         return list(lines[: -1 if packs else None].tensor_split(max(1, -(-tensor.nbytes // self._run_bytes))))

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 LONGEST = 1 << 20
-"""Bytes of a message."""
+"""Most bytes of a message."""
 PART = 1 << 20
-"""Bytes that are handed to the system at once."""
+"""Most bytes handed to the system at once."""
 ALIVE_S = 1.0
-"""Between two signs of life, of a rank to the service and of the service to those that wait."""
+"""Seconds between two signs of life, of a rank to the service and of the service to those that wait."""
 
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""Errors of accept() for want of descriptors or memory, which the next call would meet again at once."""
+"""Errors of accept() for lack of descriptors or memory; the next call would fail again at once."""
 
 
 class Ended(ConnectionError):
@@ -27,33 +27,33 @@ class Ended(ConnectionError):
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """A line of JSON."""
+    """Returns the message as a line of JSON."""
     return json.dumps(message).encode() + b"\n"
 
 
 class Messages:
-    """Takes the bytes of a connection apart into messages."""
+    """Splits the bytes of a connection into messages."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Raises ValueError for what is no message."""
+        """Returns the messages completed by `data`. Raises ValueError for an invalid one."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > LONGEST:
             raise ValueError(f"a message of more than {LONGEST} bytes")
         try:
             found = [json.loads(line) for line in lines]
         except RecursionError as error:
-            raise ValueError("a line that is too deep") from error
+            raise ValueError("a line that is nested too deeply") from error
         if not all(isinstance(message, dict) and "type" in message for message in found):
             raise ValueError("a line that is no message")
         return found
 
 
 def read_message(connection: socket.socket) -> dict[str, Any]:
-    """One message, with nothing read past it. Raises Ended, TimeoutError, OSError, or ValueError for what is
-    no message."""
+    """Reads one message and nothing past it. Raises Ended, TimeoutError, OSError, or ValueError for an
+    invalid message."""
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = connection.recv(1)
@@ -67,21 +67,21 @@ def read_message(connection: socket.socket) -> dict[str, Any]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Returns the memory of a contiguous CPU tensor."""
     flat = tensor.detach().view(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(bytearray())
 
 
 def readable(connection: socket.socket, seconds: float) -> bool:
-    """Whether something can be read within so long. Unlike select.select, for any number of descriptors."""
+    """Whether something can be read within `seconds`. Unlike select.select, takes any descriptor number."""
     waits = select.poll()
     waits.register(connection, select.POLLIN)
     return bool(waits.poll(seconds * 1000))
 
 
 def write(connection: socket.socket, data: memoryview) -> None:
-    """All of it. The connection's timeout bounds the wait for a part to pass; of sendall it bounds the whole.
-    Raises TimeoutError or OSError."""
+    """Writes all of `data`. The connection's timeout bounds the wait for each part; in sendall it would bound
+    the whole. Raises TimeoutError or OSError."""
     while data:
         data = data[connection.send(data[:PART]) :]
 

@@ -1,8 +1,9 @@
-"""What the service of replicas that come and go decides: events in, orders out, without a socket or a clock.
+"""Decides for the service of replicas that come and go: events in, orders out, without a socket or a clock.
 
-The protocol is in the docstring of `pyruntime.replicas`. A replica has `places` ranks; each is connected by
-itself, sums with the ranks at its place of other replicas, and is told what all of them are told. A replica
-counts as arrived, done or ready when all its places are, and is lost with the first of them.
+The docstring of `pyruntime.replicas` has the protocol. A replica has `places` ranks. Each rank has a
+connection of its own and sums with the ranks at the same place of other replicas; all ranks of a replica get
+the same orders. A replica counts as arrived, done or ready when all its places are. It is lost with its first
+lost rank.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ from pyruntime.replicas.connection import ALIVE_S
 from pyruntime.replicas.deal import Deal
 
 SIGNS = 3
-"""Of life that a rank misses, at least, before it counts as silent."""
+"""Signs of life that a rank must miss, at least, before it counts as silent."""
 OUTAGE = 10
-"""Where nobody at all is heard, this service's own link may be down: how many times as long it waits."""
+"""Factor on the wait while nobody at all is heard: the service's own link may be down."""
 SETTLES_S = 2.0
-"""After a connection between two members failed: how long a death is given to be heard of."""
+"""Seconds after a failed connection between two members in which a death may still be reported."""
 
 
 class ReplicaState(enum.Enum):
-    """Of a replica."""
+    """The state of a replica in the protocol."""
 
     COMING = "coming"
-    """Not all its ranks are connected."""
+    """Some of its ranks are not connected yet."""
     NEW = "new"
-    """It has what it was started with, and waits."""
+    """It waits, with the state that it was started with."""
     FETCHING = "fetching"
-    """It takes its state from a donor."""
+    """It receives its state from a donor."""
     READY = "ready"
     """It has the state at the beginning of a round."""
     ENTERING = "entering"
-    """It is to take part in the round, and may still wait for sums of its donor's."""
+    """It is to take part in the round, and may still wait for sums from its donor."""
     MEMBER = "member"
     LEAVING = "leaving"
     """It has been told that the run is over."""
@@ -48,11 +49,11 @@ class Own:
     """The state that a rank has at the beginning of a round."""
 
     step: int
-    """Steps that it has."""
+    """Steps in that state."""
     weights: int
     """A checksum."""
     deal: list[int]
-    """As `Deal.to_list`, of then."""
+    """Blocks dealt by then, as `Deal.to_list`."""
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Own:
@@ -63,35 +64,35 @@ class Own:
 class Replica:
     name: str
     label: str
-    """Where it runs, for people."""
+    """Its host, for people to read."""
     places: int
     job: dict[str, Any]
-    """What has to be the same for all."""
+    """Settings that must be equal on all replicas."""
     own: dict[int, Own] = dataclasses.field(default_factory=dict)
-    """The state that it has, by place."""
+    """Its state, by place."""
     addresses: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
-    """Where its ranks answer other replicas, by place."""
+    """Addresses at which its ranks answer other replicas, by place."""
     state: ReplicaState = ReplicaState.COMING
     donor: str | None = None
     broken: str | None = None
-    """A donor that did not do."""
+    """A donor that failed."""
     blocks: list[int | None] = dataclasses.field(default_factory=list)
-    """That have not counted, of the round under way first, and where averages are a round late of the next
-    one; None: it has come too late for that round, and adds nothing to its sum."""
+    """Blocks that have not counted: of the current round, and of the next if averages are a round late. None:
+    the replica joined too late for that round and adds zeros to its sum."""
     ready: dict[int, int] = dataclasses.field(default_factory=dict)
-    """The round whose beginning a place has the state of."""
+    """By place, the round whose beginning its state belongs to."""
     said: set[int] = dataclasses.field(default_factory=set)
-    """Places that have said what is waited for: begun, arrived, or done."""
+    """Places that have reported what is awaited: begun, arrived, or done."""
     failed: dict[int, str] = dataclasses.field(default_factory=dict)
-    """By place, whom an exchange failed with."""
+    """By place, the peer with which an exchange failed."""
     came: float = 0.0
-    """When the first of its ranks did."""
+    """Time when its first rank connected."""
     heard: dict[int, float] = dataclasses.field(default_factory=dict)
-    """When it was last, by place."""
+    """Time of its last message, by place."""
 
     @property
     def silent_since(self) -> float:
-        """When the rank was heard of that has been silent for longest, be it that it has never come."""
+        """Last time of the rank that has been silent for longest; a rank that never connected counts."""
         return self.came if len(self.heard) < self.places else min(self.heard.values())
 
     @property
@@ -100,30 +101,30 @@ class Replica:
 
     @property
     def step(self) -> int:
-        """Of the state that it has; -1 where its ranks have states of several rounds."""
+        """Steps of its state; -1 if its ranks have states of different rounds."""
         steps = {own.step for own in self.own.values()}
         return steps.pop() if len(steps) == 1 else -1
 
     @property
     def is_local(self) -> bool:
-        """Whether processes of its own host alone reach it."""
+        """Whether only processes of its own host can reach it."""
         return any(is_loopback(host) for host, _ in self.addresses.values())
 
     def has_what(self, other: Replica) -> bool:
-        """Whether it has the same state as that one."""
+        """Whether it has the same state as `other`."""
         return self.step == other.step >= 0 and all(
             own.weights == other.own[place].weights for place, own in self.own.items()
         )
 
 
 def _late(replica: Replica) -> int:
-    """Rounds from when a displacement leaves until its average is used."""
+    """Returns the rounds between sending a displacement and using its average."""
     return replica.job.get("late", 0)
 
 
 class Phase(enum.Enum):
     GATHERING = "gathering"
-    """Before the first round, or when all members are gone."""
+    """Before the first round, or after all members have gone."""
     COMPUTING = "computing"
     EXCHANGING = "exchanging"
     OVER = "over"
@@ -132,7 +133,7 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """A message for the ranks of a replica, or one of them."""
+    """A message for all ranks of a replica, or for one place."""
 
     replica: str
     message: dict[str, Any]
@@ -140,36 +141,38 @@ class Order:
 
 
 class Coordinator:
-    """replicas: how many the first round waits for. quorum: least number of members of a round that counts.
-    deadline_s: how long those that have arrived wait for another one, and how long one of which nothing is
-    heard stays (OUTAGE times as long where nobody is heard); with a quorum there, the first round waits as
-    long for the rest.
+    """Decides which replicas take part in a round and when it counts.
 
-    `now` of its methods is a time in seconds. `orders` and `events` are for who calls them to take out: what
-    is to be sent, and what happened, in words of the record.
+    replicas: number that the first round waits for. quorum: least number of members of a round that counts.
+    deadline_s: the longest wait of arrived members for another one, and the longest silence of a replica
+    (OUTAGE times as long while nobody is heard). Once the quorum is there, the first round waits as long for
+    the others.
+
+    `now` is a time in seconds. The caller empties `orders`, the messages to send, and `events`, which go to
+    the record.
     """
 
     def __init__(self, replicas: int, quorum: int, deadline_s: float):
         self._wanted, self.quorum, self._deadline_s = replicas, quorum, deadline_s
         self._silence_s = max(deadline_s, SIGNS * ALIVE_S)
         self._heard = 0.0
-        """When anybody was, last."""
+        """Time of the last message from any rank."""
         self.replicas: dict[str, Replica] = {}
-        """All that are connected, in the order in which they came."""
+        """All connected replicas, in the order in which they came."""
         self.phase, self.round = Phase.GATHERING, 0
         self._deal = Deal()
         self._attempt = 0
         self._since = 0.0
-        """When a member arrived last, or in GATHERING a replica came."""
+        """Time when a member arrived last, or in GATHERING when a replica came."""
         self._failed_at: float | None = None
         self._lacked = False
-        """Whether it has been said that the quorum lacks."""
+        """Whether the missing quorum has been recorded."""
         self.orders: list[Order] = []
         self.events: list[dict[str, Any]] = []
 
     @property
     def members(self) -> list[Replica]:
-        """Of the round."""
+        """The members of the round."""
         return [
             each
             for each in self.replicas.values()
@@ -178,12 +181,12 @@ class Coordinator:
 
     @property
     def incomplete(self) -> list[str]:
-        """Those of whose ranks some have not come, in the order in which they came."""
+        """Replicas with unconnected ranks, in the order in which they came."""
         return [each.name for each in self.replicas.values() if len(each.addresses) < each.places]
 
     @property
     def waiting(self) -> list[str]:
-        """Those that wait for an order and want to know that somebody is there."""
+        """Replicas that wait for an order and need signs of life from the service."""
         computing = {
             each.name
             for each in self.replicas.values()
@@ -192,7 +195,7 @@ class Coordinator:
         return [name for name in self.replicas if name not in computing]
 
     def hello(self, name: str, place: int, facts: Mapping[str, Any], now: float) -> None:
-        """A rank of a replica has connected."""
+        """Registers a rank that has connected."""
         self._anybody_is_heard(now)
         own = Own.of(facts)
         made = Replica(name, facts["label"], facts["places"], facts["job"], came=now)
@@ -207,20 +210,20 @@ class Coordinator:
         self._settle(now)
 
     def why_not(self, name: str, place: int, facts: Mapping[str, Any]) -> str:
-        """Why a rank that has connected is none of that replica, in words; empty where it may be."""
+        """Returns why a rank cannot belong to that replica, in words; empty if it can."""
         known = self.replicas.get(name)
         if known is None:
             return ""
         if facts["places"] != known.places:
-            return f"it says that its replica has {facts['places']} ranks, and another of them {known.places}"
-        return f"rank {place} of its replica is here already" if place in known.addresses else ""
+            return f"it says that its replica has {facts['places']} ranks, and another one {known.places}"
+        return f"rank {place} of its replica is connected already" if place in known.addresses else ""
 
     def _is_here(self, replica: Replica, now: float) -> None:
         replica.state = ReplicaState.NEW
         self._since = now if self.phase is Phase.GATHERING else self._since
 
     def _anybody_is_heard(self, now: float) -> None:
-        """Of the time in which nobody was, nobody is to blame for having been silent."""
+        """Forgives the time in which nobody was heard: no replica is to blame for that silence."""
         silence = now - self._heard
         if silence > SIGNS * ALIVE_S:
             for each in self.replicas.values():
@@ -229,7 +232,7 @@ class Coordinator:
         self._heard = now
 
     def hear(self, name: str, place: int, message: Mapping[str, Any], now: float) -> None:
-        """A rank of a replica has said something. Of one that has left, nothing is heard any more."""
+        """Handles a message of a rank. Messages of a replica that has left are ignored."""
         self._anybody_is_heard(now)
         replica = self.replicas.get(name)
         if replica is None:
@@ -265,7 +268,7 @@ class Coordinator:
         self._settle(now)
 
     def lost(self, name: str, reason: str, now: float) -> None:
-        """The connection to one of its ranks has ended."""
+        """Removes a replica: the connection to one of its ranks has ended."""
         replica = self.replicas.pop(name, None)
         if replica is None:
             return
@@ -273,32 +276,32 @@ class Coordinator:
             event = "left" if self.phase is Phase.OVER else "lost"
             self._tell_event(event, replica, reason=reason)
         has_ended = self.phase is Phase.OVER and replica.state in (ReplicaState.MEMBER, ReplicaState.LEAVING)
-        if not has_ended:  # else its other ranks have what they need, and read no more
+        if not has_ended:  # else its other ranks have all they need and read no more
             self._order(replica, {"type": "expelled", "reason": f"its replica left: {reason}"})
         was_member = replica.state in (ReplicaState.ENTERING, ReplicaState.MEMBER)
         self._free(replica)
         if was_member and self.phase is Phase.EXCHANGING:
             self._begin_anew()
         if self.phase in (Phase.COMPUTING, Phase.EXCHANGING) and not self.members:
-            self._enter_now(set(self.replicas))  # who is ready needs no donor
+            self._enter_now(set(self.replicas))  # ready replicas need no donor
         for other in self.replicas.values():
             if other.donor == name:
                 self._start_over(other)
         self._settle(now)
 
     def is_late(self, now: float) -> bool:
-        """Whether the deadline has passed since a member arrived last, or the last round was committed."""
+        """Whether the deadline has passed since the last arrival of a member or the last commit."""
         return now - self._since > self._deadline_s
 
     def tick(self, now: float) -> None:
-        """To be called a few times a second: looks for deadlines that have passed. What came before `now` has
-        been heard."""
+        """Looks for deadlines that have passed; call it a few times a second, after everything received
+        before `now` has been handled."""
         if self.phase is not Phase.OVER:
             is_outage = now - self._heard > SIGNS * ALIVE_S
             most = OUTAGE * self._silence_s if is_outage else self._silence_s
             for each in list(self.replicas.values()):
                 if now - each.silent_since > most:
-                    self._expel(each, f"nothing was heard of it for {most:g} s", now)
+                    self._expel(each, f"nothing was heard from it for {most:g} s", now)
         late = self.is_late(now)
         if self.phase is Phase.GATHERING:
             if late and len(self._whole()) >= self.quorum:
@@ -306,10 +309,10 @@ class Coordinator:
         elif self.phase is Phase.COMPUTING:
             members = self.members
             missing = [each for each in members if not self._has_arrived(each)]
-            ready = sum(map(self._is_ready, self.replicas.values()))  # to take the place of one of these
+            ready = sum(map(self._is_ready, self.replicas.values()))  # each can replace a missing member
             if late and len(missing) < len(members) and len(members) - len(missing) + ready >= self.quorum:
                 for each in missing:
-                    self._expel(each, f"it did not come to the end of round {self.round} in time", now)
+                    self._expel(each, f"it did not reach the end of round {self.round} in time", now)
         elif (
             self.phase is Phase.EXCHANGING
             and self._failed_at is not None
@@ -319,7 +322,7 @@ class Coordinator:
         self._settle(now)
 
     def _settle(self, now: float) -> None:
-        """What follows from where everybody stands."""
+        """Takes the steps that the replicas' states now allow."""
         if self.phase is Phase.GATHERING:
             if len(self._whole()) >= self._wanted:
                 self._start(now)
@@ -350,7 +353,7 @@ class Coordinator:
         return replica.state is ReplicaState.MEMBER and replica.has_said
 
     def _refuse_another_job(self, replica: Replica, now: float) -> None:
-        """All have to be of the job of the one that came first of those that are here."""
+        """Expels a replica whose job differs from that of the replica that came first."""
         others = self._others(replica)
         if not others:
             return
@@ -359,14 +362,14 @@ class Coordinator:
             if job.get(key) != own.get(key):
                 self._expel(
                     replica,
-                    f"it was started with {key}={own.get(key)}, and those that are here with "
+                    f"it was started with {key}={own.get(key)}, but the replicas here with "
                     f"{key}={job.get(key)}",
                     now,
                 )
                 return
 
     def _others(self, replica: Replica) -> list[Replica]:
-        """All of whose ranks are here."""
+        """Returns the other replicas whose ranks are all connected."""
         return [
             each
             for each in self.replicas.values()
@@ -374,26 +377,25 @@ class Coordinator:
         ]
 
     def _refuse_unreachable(self, replica: Replica, now: float) -> None:
-        """One that answers at a loopback address, and others of another host, would call themselves."""
+        """Expels a replica if only it or only the others have a loopback address: calls would reach the
+        caller's own host."""
         others = self._others(replica)
         if replica.name not in self.replicas or not others or replica.is_local == others[0].is_local:
             return
         (local, other) = ("it", "others") if replica.is_local else (others[0].label, "it")
         self._expel(
             replica,
-            f"{local} reached the service at a loopback address, at which {other} cannot call back; on the "
-            "service's host too, give data_parallel.members the address that other hosts know it by",
+            f"{local} reached the service at a loopback address, at which {other} cannot call back; set "
+            "--data_parallel.members to the address that other hosts use, on the service's host too",
             now,
         )
 
     def _start(self, now: float) -> None:
-        """The first round: of those whose state is the furthest; the others take theirs from them."""
-        first = max(self._whole(), key=lambda each: each.step)  # of several the one that came first
+        """Begins the first round with the replicas whose state is furthest; the others fetch that state."""
+        first = max(self._whole(), key=lambda each: each.step)  # among equals the one that came first
         if first.step < 0:
             for each in self._whole():
-                self._expel(
-                    each, "its ranks have states of several rounds, and no replica has a whole one", now
-                )
+                self._expel(each, "its ranks have states of different rounds, as in every other replica", now)
             return
         first_block, *again = next(iter(first.own.values())).deal
         self.round, self._deal, self._since = first.step // first.job["tau"], Deal(first_block, again), now
@@ -406,16 +408,16 @@ class Coordinator:
         self._find_donors()
 
     def _gather_anew(self, now: float) -> None:
-        """Nobody is left who has the state of the round."""
+        """Returns to GATHERING: nobody is left who has the state of the round."""
         self.phase, self._since = Phase.GATHERING, now
-        for each in self._whole():  # what they had when they came, they may have no more
+        for each in self._whole():  # the state they came with may have changed
             self._start_over(each)
             each.state, each.own = ReplicaState.COMING, {}
             self._order(each, {"type": "again"})
         self.events.append({"event": "waits", "round": self.round, "members": 0})
 
     def _enter_now(self, names: set[str]) -> None:
-        """Those of them that have the state of this round's beginning are members of it."""
+        """Makes members of those named replicas that have the state at this round's beginning."""
         ready = [each for each in self.replicas.values() if each.name in names and self._is_ready(each)]
         self._enter(ready, behind=bool(self.members))
         for each in ready:
@@ -425,8 +427,8 @@ class Coordinator:
         return replica.state is ReplicaState.READY and set(replica.ready.values()) == {self.round}
 
     def _enter(self, replicas: Sequence[Replica], behind: bool) -> None:
-        """behind: others may have displacements already, which where averages are late are not from the state
-        that these have."""
+        """behind: others may have displacements already. If averages are late, those were not measured from
+        the state that these replicas have."""
         for each in replicas:
             each.blocks = [None] if behind and _late(each) else [self._deal.take()]
             each.state, each.said = ReplicaState.ENTERING, set()
@@ -443,20 +445,20 @@ class Coordinator:
             self._tell_event("enter", each, round=self.round, blocks=blocks)
 
     def _dealt(self) -> dict[str, Any]:
-        """For a checkpoint of the state at the beginning of the round. A block that is dealt a moment later
-        is above the first of the list, or in it."""
+        """Returns what has been dealt, for a checkpoint of the state at the round's beginning. A block dealt
+        a moment later is at or above the first number of the list, or in the list."""
         in_work = [block for each in self.members for block in each.blocks if block is not None]
         return {"deal": self._deal.to_list(in_work)}
 
     def _free(self, replica: Replica) -> None:
-        """Its blocks have not counted."""
+        """Gives back its blocks, which have not counted."""
         for block in replica.blocks:
             if block is not None:
                 self._deal.give_back(block)
         replica.blocks = []
 
     def _start_over(self, replica: Replica) -> None:
-        """It is to take its state from another donor."""
+        """Makes it fetch its state from another donor."""
         self._free(replica)
         replica.state, replica.donor, replica.ready, replica.said = ReplicaState.NEW, None, {}, set()
 
@@ -487,7 +489,7 @@ class Coordinator:
                 self._order(each, message, place)
 
     def _begin_anew(self) -> None:
-        """The exchange is over without a result: all that are left have arrived."""
+        """Ends the exchange without a result; all remaining members have arrived."""
         self.phase = Phase.COMPUTING
         for each in self.members:
             each.said = set(range(each.places))
@@ -524,7 +526,7 @@ class Coordinator:
         self._enter(coming if has_more else [], behind=True)
 
     def _blamed(self) -> Replica:
-        """Whom most exchanges failed with; of several the one that came last."""
+        """Returns the member that most exchanges failed with; among equals the one that came last."""
         blames = collections.Counter(peer for each in self.members for peer in each.failed.values())
         return max(self.members, key=lambda each: (blames[each.name], self.members.index(each)))
 

@@ -1,4 +1,4 @@
-"""Which sequences a replica takes in a round: blocks, dealt out in order."""
+"""Assigns sequences to replicas: numbered blocks, dealt out in order."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 
 class Deal:
-    """Blocks of sequences by number, from 0. Each counts once: one that was given back is dealt again before
-    any new one."""
+    """Deals blocks of sequences by number, from 0. Each block counts once: one that was given back is dealt
+    again before any new one."""
 
     def __init__(self, first: int = 0, again: Iterable[int] = ()):
         self.first = first
-        """The lowest that has never been dealt."""
+        """The lowest block that has never been dealt."""
         self._again = sorted(again)
 
     def take(self) -> int:
@@ -22,15 +22,15 @@ class Deal:
         return self.first - 1
 
     def give_back(self, block: int) -> None:
-        """It has not counted."""
+        """Takes back a block that has not counted."""
         heapq.heappush(self._again, block)
 
     def to_list(self, in_work: Iterable[int]) -> list[int]:
-        """The lowest that has never been dealt, then those that have not counted, `in_work` among them."""
+        """Returns the lowest block never dealt, then those that have not counted, `in_work` among them."""
         return [self.first, *sorted([*self._again, *in_work])]
 
 
 def step_of_data(block: int, step: int, tau: int) -> int:
-    """The step of a single replica's run, from 1, whose sequences a replica with that block takes in its
-    `step`, from 1."""
+    """Returns the step of a single replica's run whose sequences a replica with this block takes in its
+    `step`. Both steps count from 1."""
     return block * tau + (step - 1) % tau + 1

@@ -1,4 +1,4 @@
-"""What of an outer and an inner optimizer a replica that comes takes over."""
+"""The state of the outer and the inner optimizer that a joining replica takes over."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pyruntime.replicas.outer_optimizer import OuterOptimizer
 
 
 class OuterState:
-    """Outer iterate and outer momentum of `outer`, and what `inner` gives: tensors of the inner optimizer
-    that a replica had better not begin without, such as the moments of AdamW. They are the donor's, of the
-    middle of its round."""
+    """Outer iterate and outer momentum of `outer`, and the tensors that `inner` returns. Those are state of
+    the inner optimizer that a replica should not begin without, such as the moments of AdamW; they come from
+    the middle of the donor's round."""
 
     def __init__(self, outer: OuterOptimizer, inner: Callable[[], Sequence[Tensor]] = lambda: ()):
         self._outer, self._inner = outer, inner
@@ -26,8 +26,8 @@ class OuterState:
         self._outer.advance(sums, scale)
 
     def checksum(self) -> int:
-        """Of what all replicas have in common."""
+        """Returns a CRC-32 of what all replicas have in common."""
         found = 0
         for tensor in self._outer.common():
-            found = zlib.crc32(bytes_of(tensor), found)
+            found = zlib.crc32(bytes_of(tensor.cpu()), found)
         return found

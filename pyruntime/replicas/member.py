@@ -1,4 +1,4 @@
-"""A rank's side of replicas that come and go: what `OuterOptimizer` sums over."""
+"""A rank's side of replicas that come and go: takes the sums for `OuterOptimizer`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from pyruntime.comm.errors import CommTimeout, PeerLost
 from pyruntime.replicas.address import split_address
 from pyruntime.replicas.connection import ALIVE_S, NO_DESCRIPTOR, Messages, encode, readable
 from pyruntime.replicas.deal import step_of_data
+from pyruntime.replicas.host_copy import HostCopy, host_memory_like
 from pyruntime.replicas.member_sums import Interrupted, PeerFailed, meet, sum_over
 from pyruntime.replicas.transfer import Stream, Taken, fetch, fetch_sums, sizes
 
 HEADER_S = 5.0
-"""For the first message of a connection from another replica, all of it."""
+"""Seconds for the whole first message of another replica's connection."""
 MOST_HEADER = 1 << 12
-"""Bytes of such a message."""
+"""Most bytes of such a message."""
 MOST_CALLERS = 64
-"""Connections that may not have said why they call; of more, the oldest are closed."""
+"""Most connections without a first message; above that, the oldest are closed."""
 LOOK_S = 0.05
 
 
@@ -36,19 +37,19 @@ class Expelled(PeerLost):
 
 
 class Member:
-    """This rank of a replica, at the service at `address` (HOST:PORT).
+    """This rank of a replica, connected to the service at `address` (HOST:PORT).
 
-    replica: a name that its ranks share and no other replica has; place: this rank among `places`. job: what
-    has to be the same for all replicas, with tau, rounds, the number of them in the run, and late, the rounds
-    from when a displacement leaves until its average is used (`Method.rounds_late`). deadline_s: how long the
-    service may be silent, and others may make no progress.
+    replica: a name that its ranks share and no other replica has. place: number of this rank, of `places`.
+    job: settings that must be equal on all replicas. It holds tau, rounds (of the run) and late, the rounds
+    between sending a displacement and using its average (`Method.rounds_late`). deadline_s: longest silence
+    of the service, and longest time in which others may make no progress.
 
-    From `begin` on a thread of its own takes part in the exchange, and is alone in talking to the service,
-    until the round has counted; between `wait` and `begin` the caller's thread is. But for signs of life: a
-    thread gives them from `join` on, whatever the others do, until this process is stopped or ends.
+    From `begin` until the round has counted, a thread takes part in the exchange and only it talks to the
+    service. Between `wait` and `begin` the caller's thread does. Another thread sends signs of life from
+    `join` on, until this process is stopped or ends.
 
-    Raises ValueError for what is no address, PeerLost where the service does not answer, CommTimeout where it
-    is silent, `Expelled` where it puts this replica out, as its methods do.
+    Its methods and the constructor raise ValueError for an invalid address, PeerLost if the service does not
+    answer, CommTimeout if it is silent, `Expelled` if it puts this replica out.
     """
 
     rank, name = 0, ""
@@ -68,27 +69,31 @@ class Member:
         self._place, self._places, self._label = place, places, label or replica
         self._deadline_s = deadline_s
         self.size = 1
-        """Replicas whose displacements the last sum is of."""
+        """Replicas in the last sum."""
         self.round = 0
-        """Whose displacements are summed next, or now."""
+        """The round whose displacements are summed next, or now."""
         self.block = -1
-        """Of the sequences of this replica's steps; -1: it has taken the last of them."""
+        """The block of sequences for this replica's steps; -1 after the last block."""
         self.is_behind = False
-        """Of one that has joined: whether the others have displacements on their way, to whose sum it adds
-        nothing."""
+        """Whether it joined while others had displacements under way, to whose sum it adds zeros."""
         self._blocks: collections.deque[int] = collections.deque()
-        """Of its rounds that follow."""
+        """Blocks of its next rounds."""
         self._begun = 0
         """Rounds of steps before the one under way."""
         self._held, self._deal = 0, [0]
-        """Rounds whose sums the outer iterate has, and what had been dealt when the last of them counted."""
+        """Rounds in the outer iterate, and the blocks dealt when the last of them counted."""
         self._landed: dict[str, Any] | None = None
-        """The message that the round counts whose sum has come and has not been used."""
+        """The commit of the round whose sum has arrived and is not used yet."""
         self._seconds, self._bytes = 0.0, 0
         self._taken: Taken | None = None
         self._flight: concurrent.futures.Future[dict[str, Any]] | None = None
-        """What the thread finds that takes part in an exchange."""
+        """The exchange in its thread; its result is the commit."""
         self._sums: Tensor | None = None
+        """The sums on the host."""
+        self._leaving: Tensor | None = None
+        """The displacements on the host, if the replica is on a device."""
+        self._beside: torch.Stream | None = None
+        """The stream on which they leave the device."""
         self._streams: list[Stream] = []
         self._inbox: collections.deque[dict[str, Any]] = collections.deque()
         self._messages = Messages()
@@ -99,50 +104,60 @@ class Member:
         self._door = _Door(self._control.getsockname()[0], self._control.family)
 
     def _connected(self) -> socket.socket:
-        """To the service."""
+        """Returns a connection to the service."""
         try:
             control = socket.create_connection(split_address(self._address), self._deadline_s)
         except OSError as error:
             raise PeerLost(
-                f"The service of replicas at {self._address} (data_parallel.members) does not answer: "
-                f"{error.strerror or error}; start it with python -m pyruntime members, or correct the "
+                f"The service of replicas at {self._address} (--data_parallel.members) does not answer: "
+                f"{error.strerror or error}; start it with `python -m pyruntime members`, or correct the "
                 "address."
             ) from error
         control.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return control
 
-    # What OuterOptimizer asks of the sums over replicas.
+    # The methods of `Sums`, for OuterOptimizer.
 
     @property
     def is_busy(self) -> bool:
         return self._flight is not None
 
     def begin(self, tensor: Tensor) -> None:
-        """The round has ended for this replica; these are its displacements, which nobody writes until they
-        have been waited for."""
+        """Ends the round for this replica and starts to sum its displacements. Nobody may write `tensor`
+        until `wait` returns."""
         self._tell({"type": "arrived", "round": self.round})
         flight: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
         self._flight = flight
+        leaving = self._leave(tensor)
 
         def fly() -> None:
             try:
-                flight.set_result(self._summed(tensor))
+                flight.set_result(self._summed(tensor if leaving is None else leaving.take()[0]))
             except BaseException as error:
-                flight.set_exception(error)  # raised where the caller looks next
+                flight.set_exception(error)  # raised in the caller's next call
 
         threading.Thread(target=fly, daemon=True, name="pyr-members").start()
         if self._is_late:
             self._begin_round()
 
+    def _leave(self, tensor: Tensor) -> HostCopy | None:
+        """Begins to copy displacements to the host, beside the steps. None: they are there."""
+        if self._beside is None or self._leaving is None:
+            return None
+        self._beside.wait_stream(torch.accelerator.current_stream(tensor.device))
+        tensor.record_stream(self._beside)
+        with self._beside:  # after the copy of the sums before, whose memory is written next
+            return HostCopy([tensor], into=[self._leaving])
+
     def _summed(self, tensor: Tensor) -> dict[str, Any]:
-        """The message that the round counts; the sum is in `_sums`."""
+        """Takes part in exchanges until the round counts. Returns the commit; the sum is in `_sums`."""
         while (message := self._next())["type"] != "commit":
             if message["type"] == "exchange":
                 self._take_part(message, tensor)
         return message
 
     def pump(self) -> None:
-        """Between two steps: sends the state to replicas that have asked for it."""
+        """Call it between two steps: sends the state to replicas that have asked for it."""
         if self._flight is None or self._flight.done():
             if self._flight is not None:
                 self._flight.result()
@@ -151,7 +166,7 @@ class Member:
         self._donate()
 
     def wait(self, tensor: Tensor) -> None:
-        """`tensor` holds the sums, of `size` replicas, of which the caller makes a step next (`used`)."""
+        """Returns when `tensor` holds the sums of `size` replicas; the caller then takes a step (`used`)."""
         if self._flight is None:
             return
         began = time.perf_counter()
@@ -160,7 +175,7 @@ class Member:
             self._donate()
         message = self._flight.result()
         assert self._sums is not None
-        tensor.copy_(self._sums)
+        tensor.copy_(self._sums, non_blocking=True)
         self._flight, self._landed = None, message
         self.round, self.size = message["round"], message["count"]
         self._blocks += message["blocks"]
@@ -169,18 +184,22 @@ class Member:
         self._door.forget()
         self._seconds += time.perf_counter() - began
 
-    def used(self, tensor: Tensor, scale: float | None) -> None:
-        """Those that come are sent the step. Of sums that a checkpoint held, nobody has to know."""
+    def used(self, tensor: Tensor, scale: float | Tensor | None) -> None:
+        """Sends the step to joining replicas; only then the host reads a scale that is on a device. Sums from
+        a checkpoint are sent to nobody."""
         if self._landed is None:
             return
-        for stream in self._streams:
-            head = {"type": "sums", "round": self._held, "scale": scale, "deal": self._landed["deal"]}
-            stream.add(head, tensor.clone())
+        if self._streams:
+            told = None if scale is None else float(scale)
+            head = {"type": "sums", "round": self._held, "scale": told, "deal": self._landed["deal"]}
+            sums = HostCopy([tensor])
+            for stream in self._streams:
+                stream.add(head, sums)
         self._streams = [stream for stream in self._streams if not stream.is_over]
         self._held, self._deal, self._landed = self._held + 1, self._landed["deal"], None
 
     def close(self) -> None:
-        """This replica leaves. What it sends to one that comes still goes."""
+        """Leaves the run. State under way to a joining replica is still sent."""
         for stream in self._streams:
             stream.close()
         if self._flight is not None and not self._flight.done():
@@ -194,18 +213,18 @@ class Member:
         self._control.close()
 
     def stats(self) -> tuple[float, int]:
-        """Since the start, seconds in `wait`, and bytes that came from other replicas there."""
+        """Returns two totals since the start: seconds in `wait`, and bytes received from other replicas."""
         return self._seconds, self._bytes
 
     @property
     def step(self) -> int:
-        """Steps of a replica before the round of steps under way."""
+        """Steps of a replica before the current round of steps."""
         return self._begun * self._job["tau"]
 
     @property
     def deal(self) -> list[int]:
-        """What had been dealt when the last round counted whose sum has come, as `Deal.to_list`: for a
-        checkpoint with that sum."""
+        """Blocks dealt when the last round counted whose sum has arrived, as `Deal.to_list`; for a checkpoint
+        with that sum."""
         return self._deal if self._landed is None else self._landed["deal"]
 
     @property
@@ -213,27 +232,29 @@ class Member:
         return self._job.get("late", 0) > 0
 
     def _begin_round(self) -> None:
-        """Of steps."""
+        """Begins a round of steps."""
         self._begun += 1
         self.block = self._blocks.popleft() if self._blocks else -1
 
     def step_of_data(self, step: int) -> int:
-        """Whose sequences this replica takes in its `step`, from 1."""
+        """Returns the step of a single replica's run whose sequences belong to `step`, both from 1."""
         return step_of_data(self.block, step, self._job["tau"])
 
-    # How a replica comes.
+    # Joining.
 
     def join(self, taken: Taken, sums: Tensor, step: int, deal: list[int]) -> bool:
-        """Returns when this replica is a member; `taken` has the state at the beginning of `round`. False:
-        the run is over. The outer optimizer begins anew then.
+        """Returns True when this replica is a member: `taken` has the state at the beginning of `round`, and
+        the outer optimizer must begin anew. Returns False if the run is over.
 
-        sums: a tensor like those that will be summed. step, deal: of the state that is there, which is a
-        round's beginning: its steps, and what had been dealt.
+        sums: a tensor like those to be summed. step, deal: the steps that the present state has (a round's
+        beginning), and what had been dealt by then.
         """
-        self._taken, self._sums = taken, torch.empty_like(sums)
+        self._taken, self._sums = taken, host_memory_like(sums)
+        if sums.device.type != "cpu":
+            self._leaving, self._beside = host_memory_like(sums), torch.Stream(sums.device)
         self._has(step // self._job["tau"], deal)
         own = self._own(taken)
-        # The service has closed the first one, where loading took longer than it waits for a hello.
+        # The service may have closed the first connection: loading can take longer than it waits for a hello.
         self._control.close()
         self._control = self._connected()
         self._tell(
@@ -254,16 +275,16 @@ class Member:
             with contextlib.ExitStack() as connections:
                 return self._come(taken, sums, connections)
         except BaseException:
-            self._has_left.set()  # no sign of life of what nobody has joined
+            self._has_left.set()  # no signs of life without a successful join
             raise
 
     def _has(self, round_: int, deal: list[int]) -> None:
-        """The state that is there is of the beginning of that round."""
+        """Records that the present state belongs to the beginning of that round."""
         self.round = self._held = round_
         self._deal = deal
 
     def _own(self, taken: Taken) -> dict[str, Any]:
-        """The state that is there."""
+        """Describes the present state."""
         step = self.round * self._job["tau"]
         return {"step": step, "weights": taken.checksum(), "deal": self._deal}
 
@@ -283,7 +304,7 @@ class Member:
                 self._blocks.extend(entered["blocks"])
                 self._deal, self.is_behind = entered["deal"], entered["behind"]
                 self._begun = self.round
-                if not self.is_behind:  # else its first round begins once it has said that it has arrived
+                if not self.is_behind:  # else its first round begins in `begin`
                     self._begun -= 1
                     self._begin_round()
                 return True
@@ -308,20 +329,19 @@ class Member:
             if entered is not None and kind in ("enter", None) and entered["round"] == self.round:
                 self._tell({"type": "begun", "round": self.round})
 
-    # How a replica helps another one to come.
+    # Helping another replica to join.
 
     def _donate(self) -> None:
         assert self._taken is not None
         for connection in self._door.asking():
             tensors = self._taken.tensors()
             head = {"type": "state", "round": self._held, "sizes": sizes(tensors), "deal": self._deal}
-            copies = [tensor.detach().clone() for tensor in tensors]
-            self._streams.append(Stream(connection, head, copies, self._deadline_s))
+            self._streams.append(Stream(connection, head, HostCopy(tensors), self._deadline_s))
 
     # Exchanges.
 
     def _take_part(self, order: dict[str, Any], tensor: Tensor) -> None:
-        """In one attempt, until it is done, failed, or something else is ordered."""
+        """Takes part in one attempt until it is done or failed, or the service orders something else."""
         assert self._sums is not None
         attempt, members = order["attempt"], order["members"]
         names = [name for name, _ in members]
@@ -347,7 +367,7 @@ class Member:
         self._tell({"type": "done", "attempt": attempt})
 
     def _meet_all(self, attempt: int, members: list, peers: dict[int, socket.socket]) -> None:
-        """Into `peers`, a connection to every other member: this one calls those before it, and is called by
+        """Fills `peers` with a connection to every other member: calls those before this one and is called by
         those after it."""
         mine = [name for name, _ in members].index(self._replica)
         header = encode({"type": "exchange", "attempt": attempt, "from": self._replica})
@@ -368,11 +388,11 @@ class Member:
             connection.setblocking(False)
 
     def _call(self, address: list, header: bytes) -> socket.socket:
-        """As `meet`; what the service orders meanwhile ends it. Raises Interrupted too."""
+        """Connects as `meet`; an order of the service interrupts it. Raises Interrupted too."""
         return meet(address, header, self._deadline_s, lambda: self._look(0.0))
 
     def _look(self, seconds: float) -> None:
-        """While another replica is waited for. Raises Interrupted where the service has ordered something."""
+        """Reads orders while another replica is awaited. Raises Interrupted if there is one."""
         self._read_control(seconds)
         if self._inbox:
             raise Interrupted
@@ -388,7 +408,7 @@ class Member:
             self._control.sendall(encode(message))
 
     def _show_life(self) -> None:
-        with contextlib.suppress(OSError):  # which the thread finds that waits for the service
+        with contextlib.suppress(OSError):  # the thread that waits for the service reports it
             while not self._has_left.wait(ALIVE_S):
                 self._send({"type": "alive"})
 
@@ -396,12 +416,12 @@ class Member:
         try:
             self._send(message)
         except OSError as error:
-            self._read_control(0.0)  # why, where the service has said so
+            self._read_control(0.0)  # the service may have sent the reason
             self._refuse_expulsion()
             raise self._lost(error.strerror or str(error)) from error
 
     def _next(self, stream: socket.socket | None = None) -> Any:
-        """The next message of the service; None where `stream` has something before that."""
+        """Returns the next message of the service, or None if `stream` is readable before that."""
         self._heard = time.monotonic()
         while True:
             self._refuse_expulsion()
@@ -413,11 +433,11 @@ class Member:
             if time.monotonic() - self._heard > self._deadline_s:
                 raise CommTimeout(
                     f"The service of replicas at {self._address} has been silent for {self._deadline_s:g} s; "
-                    "see whether it runs."
+                    "check whether it runs."
                 )
 
     def _read_control(self, seconds: float) -> None:
-        """Takes what the service has said, waiting so long for something."""
+        """Reads what the service has sent; waits up to `seconds` for something."""
         while readable(self._control, seconds):
             try:
                 data = self._control.recv(1 << 16)
@@ -426,7 +446,7 @@ class Member:
             if not data:
                 self._refuse_expulsion()
                 if self._inbox:
-                    return  # what it has said before it ended comes first
+                    return  # messages sent before the end come first
                 raise self._lost("its process ended")
             self._heard, seconds = time.monotonic(), 0.0
             self._inbox.extend(each for each in self._messages.feed(data) if each["type"] != "alive")
@@ -435,19 +455,19 @@ class Member:
         for message in self._inbox:
             if message["type"] == "expelled":
                 raise Expelled(
-                    f"This replica was put out of the run in round {self.round}: {message['reason']}. Where "
-                    "it can go on, start it again: it takes its state from the others."
+                    f"This replica was put out of the run in round {self.round}: {message['reason']}. If "
+                    "it can continue, start it again: it takes its state from the others."
                 )
 
     def _lost(self, why: str) -> PeerLost:
         return PeerLost(
-            f"The service of replicas at {self._address} is lost: {why}. Start it again, and the replicas "
-            "from their checkpoints."
+            f"The service of replicas at {self._address} is lost: {why}. Start it again, then the "
+            "replicas from their checkpoints."
         )
 
 
 class _Caller:
-    """One that has connected, until its first message is there."""
+    """A connection whose first message has not arrived."""
 
     def __init__(self, connection: socket.socket):
         self.connection, self.end = connection, time.monotonic() + HEADER_S
@@ -456,30 +476,30 @@ class _Caller:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def read(self) -> dict[str, Any] | None:
-        """Its message, with nothing read past it; None where all of it has not come. Raises OSError, or
-        ValueError for what is no message."""
+        """Returns its message and reads nothing past it; None while it is incomplete. Raises OSError, or
+        ValueError for an invalid message."""
         while not self._line.endswith(b"\n"):
             try:
                 byte = self.connection.recv(1)
             except BlockingIOError:
                 return None
             if not byte or len(self._line) > MOST_HEADER:
-                raise ValueError("it ended, or is too long")
+                raise ValueError("the connection ended, or its message is too long")
             self._line += byte
         (message,) = Messages().feed(bytes(self._line))
         return message
 
 
 def _key(message: Mapping[str, Any]) -> tuple[int, str]:
-    """Of an exchange: attempt, and who calls. Raises ValueError for another message."""
+    """Returns attempt and caller of an exchange. Raises ValueError for another message."""
     attempt, name = message.get("attempt"), message.get("from")
     if message["type"] != "exchange" or type(attempt) is not int or type(name) is not str:
-        raise ValueError("no message of a replica")
+        raise ValueError("the message is no exchange")
     return attempt, name
 
 
 class _Door:
-    """Where other replicas call: for an exchange, or for the state."""
+    """Accepts calls of other replicas, for an exchange or for the state."""
 
     def __init__(self, host: str, family: int):
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
@@ -494,7 +514,7 @@ class _Door:
         self._thread.start()
 
     def _work(self) -> None:
-        """Nobody who has called and not yet said why keeps another one waiting."""
+        """Reads first messages of all callers at once, so that a silent caller delays nobody."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             while not self._is_closed:
@@ -506,7 +526,7 @@ class _Door:
                     try:
                         caller = _Caller(self._listener.accept()[0])
                         selector.register(caller.connection, selectors.EVENT_READ, caller)
-                    except OSError as error:  # else it has gone before it was let in
+                    except OSError as error:  # other errors: the caller has gone already
                         if error.errno in NO_DESCRIPTOR:
                             most = len(selector.get_map()) // 2
                             time.sleep(LOOK_S)  # the listening socket stays readable
@@ -518,7 +538,7 @@ class _Door:
                         caller.connection.close()
 
     def _let_in(self, caller: _Caller, selector: selectors.BaseSelector) -> None:
-        """Once its first message is there; it is sent away where that is none, and hears of it."""
+        """Registers a caller once its first message is complete; an invalid one closes its connection."""
         try:
             message = caller.read()
             key = None if message is None or message["type"] == "state" else _key(message)
@@ -527,7 +547,7 @@ class _Door:
             return
         if message is None:
             return
-        selector.unregister(caller.connection)  # who takes it may close it
+        selector.unregister(caller.connection)  # its next owner may close it
         with self._lock:
             if key is None:
                 self._asking.append(caller.connection)
@@ -535,7 +555,7 @@ class _Door:
                 self._callers[key] = caller.connection
 
     def asking(self) -> list[socket.socket]:
-        """Those who want the state, who are the caller's from here on."""
+        """Returns the connections that ask for the state; the caller owns them from here on."""
         with self._lock:
             found, self._asking = self._asking, []
         return found
@@ -545,7 +565,7 @@ class _Door:
             return self._callers.pop((attempt, name), None)
 
     def keep(self, attempt: int, connections: list[socket.socket]) -> None:
-        """Open until a later attempt, in which nobody takes their end for a failure."""
+        """Keeps connections open until a later attempt, so that nobody takes their end for a failure."""
         with self._lock:
             old = [each for number, each in self._kept if number < attempt]
             old += [self._callers.pop(key) for key in list(self._callers) if key[0] < attempt]
@@ -555,7 +575,7 @@ class _Door:
             each.close()
 
     def forget(self) -> None:
-        """The round is over: nobody reads from the connections of its attempts any more."""
+        """Closes kept connections after the round: nobody reads from them any more."""
         with self._lock:
             old, self._kept = [each for _, each in self._kept], []
         for each in old:

@@ -1,12 +1,12 @@
 """The sum of a tensor over the members of a round, over a connection between every two.
 
-Of n members each sums the n-th part: it takes that part of all others and sends them the sum, so that a
-member sends and receives 2 (n - 1) / n of the tensor. All get the same bits: a part is summed by one member,
-in the order of members, in fp32 (fp64 of doubles), and rounded once.
+Each of n members sums one n-th part: it receives that part from all others and sends them the sum. So a
+member sends and receives 2 (n - 1) / n of the tensor. All get the same bits, because each part is summed by
+one member, in the order of members, in fp32 (fp64 for doubles), and rounded once.
 
-What happens elsewhere may end it at any moment: `interrupted` is asked whenever the service has said
-something, and nothing has been written into the tensor itself. Connections are not closed on a failure:
-others would take that for one of this member's, and hide whose it was.
+The service may interrupt a sum at any moment: whenever its connection is readable, `interrupted` is called.
+The tensor itself is never written. Connections stay open after a failure. Otherwise other members would take
+the closing for this member's failure and miss the real one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Interrupted(Exception):
 
 
 class PeerFailed(Exception):
-    """The exchange cannot go on with member `index`, of those that it is over."""
+    """The exchange cannot continue with member `index`."""
 
     def __init__(self, index: int, why: str):
         self.index = index
@@ -49,12 +49,12 @@ def sum_over(
     interrupted: Callable[[], bool],
     deadline_s: float,
 ) -> int:
-    """Writes into `sums` the sum of what all members have in `tensor`; both 1-D and contiguous. Returns the
-    bytes that came.
+    """Writes into `sums` the sum of all members' `tensor`; both 1-D and contiguous. Returns the bytes
+    received.
 
-    mine: this member among all. peers: non-blocking connections to the others, by their numbers. control:
-    the connection to the service; when it can be read, `interrupted` reads it. Raises Interrupted, or
-    PeerFailed where a connection fails or nothing comes or goes for `deadline_s` seconds.
+    mine: number of this member. peers: non-blocking connections to the others, by their numbers. control: the
+    connection to the service; when it is readable, `interrupted` reads it. Raises Interrupted, or PeerFailed
+    if a connection fails or nothing moves on it for `deadline_s` seconds.
     """
     count = len(peers) + 1
     parts, results = tensor.tensor_split(count), sums.tensor_split(count)
@@ -82,7 +82,7 @@ class _Flow:
         self.received = 0
 
     def run(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-        """Returns when all of both has passed."""
+        """Returns when all tensors have been sent and received."""
         out = {peer: bytes_of(tensor) for peer, tensor in outgoing.items() if tensor.numel()}
         come = {peer: bytes_of(tensor) for peer, tensor in incoming.items() if tensor.numel()}
         moved = dict.fromkeys(self._peers, time.monotonic())
@@ -103,7 +103,7 @@ class _Flow:
                         raise PeerFailed(peer, f"nothing passed for {self._deadline_s:g} s")
 
     def _move(self, peer: int, events: int, out: dict[int, memoryview], come: dict[int, memoryview]) -> None:
-        """What can pass at once."""
+        """Sends and receives what can pass without waiting."""
         connection = self._peers[peer]
         try:
             if events & selectors.EVENT_WRITE and peer in out:
@@ -142,10 +142,10 @@ def _watch(
 
 
 def meet(address: Sequence, header: bytes, deadline_s: float, meanwhile: Callable[[], None]) -> socket.socket:
-    """A connection to another replica, whose first message is `header`; its timeout is `deadline_s`.
+    """Returns a connection to another replica, with `header` sent as first message and timeout `deadline_s`.
 
-    meanwhile: called every few hundredths of a second until there is one; what it raises ends the wait.
-    Raises OSError, and TimeoutError after `deadline_s` seconds without an answer, as of a host without power.
+    meanwhile: called every few hundredths of a second until connected; an exception from it ends the wait.
+    Raises OSError, and TimeoutError after `deadline_s` seconds without an answer (a host without power, say).
     """
     family, kind, protocol, _, where = socket.getaddrinfo(
         address[0], int(address[1]), type=socket.SOCK_STREAM

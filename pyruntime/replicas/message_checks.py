@@ -1,4 +1,4 @@
-"""What a rank may tell the service: looked at before anything is decided by it."""
+"""Checks the messages that a rank sends to the service, before anything is decided by them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 from pyruntime.replicas.address import LARGEST_PORT
 
 LARGEST = (1 << 53) - 1
-"""Of the numbers in a message."""
+"""Largest number in a message."""
 SHOWN = 100
-"""Characters of what was found, in a sentence."""
+"""Characters of a wrong value that an error shows."""
 
 Holds: TypeAlias = Callable[[Any], bool]
 
@@ -29,7 +29,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_address(value: Any) -> bool:
-    """Of a socket, as a rank finds it: looking a name up could take others long."""
+    """Accepts only IP addresses: looking up a name could take long and delay others."""
     if not (type(value) is list and len(value) == 2 and type(value[0]) is str and _is_number(value[1])):
         return False
     try:
@@ -48,7 +48,7 @@ def _is_job(value: Any) -> bool:
 
 
 def _is_deal(value: Any) -> bool:
-    """As `Deal.to_list`."""
+    """Whether it has the form of `Deal.to_list`."""
     if not (type(value) is list and value and all(map(_is_number, value))):
         return False
     first, *again = value
@@ -75,24 +75,24 @@ FIELDS: dict[str, dict[str, Holds]] = {
     "failed": {"attempt": _is_number, "peer": _is_text},
     "alive": {},
 }
-"""Of each message, what it has to have."""
+"""The fields that each type of message must have."""
 
 
 def check(message: Mapping[str, Any]) -> None:
-    """Raises ValueError for what no rank of this version sends."""
+    """Raises ValueError for a message that no rank of this version sends."""
     kind = message["type"]
     fields = FIELDS.get(kind) if type(kind) is str else None
     if fields is None:
-        raise ValueError(f"{_shown(kind)} is the type of none; start it with the version of the service")
+        raise ValueError(f"unknown message type {_shown(kind)}; start it with the service's version")
     for name, holds in fields.items():
         if not holds(message.get(name)):
             raise ValueError(f"its {kind} says {name}={_shown(message.get(name))}")
     if kind == "hello":
         job = message["job"]
         if message["place"] >= message["places"]:
-            raise ValueError(f"its hello is of rank {message['place']} of {message['places']}")
+            raise ValueError(f"its hello says place={message['place']} of places={message['places']}")
         if message["step"] > job["tau"] * job["rounds"]:
-            raise ValueError(f"its hello says step={message['step']} of a run that has fewer")
+            raise ValueError(f"its hello says step={message['step']}, more than its run has")
 
 
 def _shown(value: Any) -> str:

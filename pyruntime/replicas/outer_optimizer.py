@@ -1,7 +1,8 @@
-"""The outer optimizer: what replicas that train alone do where they meet."""
+"""The outer optimizer: averages replicas that train without each other, once a round of steps."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import math
@@ -20,17 +21,18 @@ from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.compression import Compression
 from pyruntime.plan.co2 import least_tau, usual_tau
 from pyruntime.replicas.averaging import Averaging, Sums
-from pyruntime.replicas.fragment import Fragment
+from pyruntime.replicas.fragment import Fragment, Number
+from pyruntime.replicas.host_copy import HostCopy
 from pyruntime.replicas.methods import Method, fragments_of, refuse_for_members
 from pyruntime.replicas.weights import ModuleWeights, Weights
 
 MEASURED_STEPS = 4
-"""Of the first round where tau is measured; the first of them warms up and does not count."""
+"""Steps of the first round while tau is measured; the first of them warms up and does not count."""
 
 
 class OuterOptimizer:
-    """Makes replicas of `module`, one on each of the G ranks of `mesh`, train alone for rounds of tau steps
-    and meet between them. Around any inner optimizer:
+    """Lets replicas of `module`, one on each of the G ranks of `mesh`, train alone for rounds of tau steps
+    and averages them between rounds. Works around any inner optimizer:
 
         outer = pyruntime.OuterOptimizer(model, mesh["dp"], pyruntime.replicas.co2(tau=12))
         for batch in batches:                     # of this replica
@@ -39,11 +41,11 @@ class OuterOptimizer:
             outer.step()
         outer.finish()                            # all replicas are one model again
 
-    x_i: the parameters of replica i. z: the outer iterate, m: the outer momentum, the same on all replicas.
-    In round t, from x_i = z_t, with the settings of `Method`:
+    x_i are the parameters of replica i. z is the outer iterate, m the outer momentum; all replicas have the
+    same z and m. In round t, from x_i = z_t, with the settings of `Method`:
 
-        x_i     tau steps of the inner optimizer, while mean(d_{t-1}) = 1/G sum_i d_{t-1,i} is on its way
-        d_t,i = z_t - x_i                                     the displacement; a snapshot, which leaves now
+        x_i     tau steps of the inner optimizer, while mean(d_{t-1}) = 1/G sum_i d_{t-1,i} is being summed
+        d_t,i = z_t - x_i                                     the displacement: a snapshot, sent from now on
         L     = penalty(gap, reach)                           1 without one
         m_t   = clip(beta m_{t-1} + mean(d_{t-1}) / L, -phi, +phi)
         z_t+1 = z_t - alpha m_t                               Nesterov: z_t - alpha (mean(d) / L + beta m_t)
@@ -51,33 +53,36 @@ class OuterOptimizer:
         gap   = ||z_t - (z_{t-1} - mean(d_{t-1}))||           z_{t-1} - mean(d_{t-1}) is the mean of the x_i
         reach = tau sqrt(1/G sum_i ||first step of round t-1 of replica i||^2)
 
-    That is CO2 (Sun et al. 2024, arXiv 2401.16265, algorithm 1; averages of displacements in place of those
-    of parameters, which are the same number and keep more digits). With delay = 0 replicas wait for mean(d_t)
-    and use it at once; with another delay it is used after so many steps. Where pull < 1 and the delay is a
-    whole round, d_t is measured after the pull. In the first round there is no average yet: z_1 = z_0, m_0 =
-    0.
+    That is CO2 (Sun et al. 2024, arXiv 2401.16265, algorithm 1). It averages displacements, not parameters:
+    the result is the same number and keeps more digits. With delay = 0 replicas wait for mean(d_t) and use it
+    at once; with another delay they use it after that many steps. If pull < 1 and the delay is a whole round,
+    d_t is measured after the pull. In the first round there is no average yet: z_1 = z_0, m_0 = 0.
 
-    Displacements travel as the parameters are (bf16 as bf16); z and m are fp32 (fp64 of doubles). Per
-    parameter they take 4 + 4 bytes, and what travels 2 or 4. Buffers of the module (running statistics of
-    batches) stay each replica's own. Hooks on modules take what has come and let more go, so the module runs
-    without torch.compile.
+    Displacements travel in the parameters' dtype (bf16 as bf16); z and m are fp32 (fp64 for doubles). Per
+    parameter z and m take 4 + 4 bytes, and the buffer that travels 2 or 4. Buffers of the module (running
+    statistics of batches) stay each replica's own. Hooks on modules receive and send parts of the sums, so
+    the module must run without torch.compile.
 
     Args:
         module: the same parameters on every rank of `mesh`; those that require a gradient are averaged.
         mesh: one dimension; None: one replica, whose outer step averages nothing.
         method: from `pyruntime.replicas.co2`, `local_sgd`, `slowmo`, `diloco`, `overlapped_local_sgd`,
             `streaming_diloco`, or a `Method` of your own.
-        weights: what is averaged, where another optimizer than torch's holds it; by default the parameters.
-        parts: groups over which one replica is cut (tensor-parallel ranks, say): norms of the penalty are
-            over all of it.
-        sums: what takes the sums over the replicas, where these come and go (`pyruntime.replicas.Member`); by
-            default the ranks of `mesh` do.
-        compression: how displacements travel in fewer bytes, by "quantize" or "top_k"; what is lost of them,
-            fp32, is added to the next round's (docs/how-to/slow-network.md). None: as they are.
+        weights: the tensors to average, if another optimizer than torch's has them; default: the parameters.
+        parts: groups over which one replica is cut (tensor-parallel ranks, say); the norms of the penalty
+            cover all parts.
+        sums: takes the sums over replicas that come and go (`pyruntime.replicas.member.Member`); by default
+            the ranks of `mesh` do.
+        compression: packs displacements by "quantize" or "top_k". What is lost of them, fp32, is added to the
+            next round's (docs/how-to/slow-network.md). None: they travel unpacked.
 
-    Raises ValueError for a module without trainable parameters, parameters on a device or not contiguous,
-    fragments without a layer, and a method that averages amid a round where replicas come and go;
-    CommTimeout and PeerLost, on all ranks, as its methods do.
+    On a device the passes are queued on the current stream, the sums on one of their own, and the host waits
+    for neither. A penalty then gets, and returns, float64 tensors without dimensions; one that is refused, or
+    that overflows, raises in a later step.
+
+    Raises ValueError for a module without trainable parameters, parameters that are not contiguous or on
+    several devices, fragments without a layer, and a method that averages within a round where replicas come
+    and go. Its methods and the constructor raise CommTimeout and PeerLost on all ranks.
     """
 
     def __init__(
@@ -97,11 +102,14 @@ class OuterOptimizer:
         of = fragments_of([value.name for value in values], method.fragments)
         if not self._parts and len(set(of)) < method.fragments:
             raise ValueError(
-                f"fragments={method.fragments} were asked for and the module has {len(set(of))} layer(s), by "
-                "the numbers in its parameters' names; use no more fragments than layers."
+                f"fragments={method.fragments} is more than the module's {len(set(of))} layer(s), counted by "
+                "the numbers in parameter names; use no more fragments than layers."
             )
+        self._device = values[0].tensor.device
         self._fragments = [
-            Fragment([value for value, at in zip(values, of, strict=True) if at == number], method)
+            Fragment(
+                [value for value, at in zip(values, of, strict=True) if at == number], method, self._device
+            )
             for number in range(method.fragments)
         ]
         self.tau: int | None = None if method.tau == "auto" else method.tau
@@ -112,23 +120,26 @@ class OuterOptimizer:
             mesh = mesh.mesh
         self._averaging: Sums
         self._lost: list[Tensor] = []
-        """Of each fragment what compression has lost of its displacements."""
+        """Values that compression has lost, for each fragment."""
         self._compression = compression
         if sums is None:
             sizes = [(each.sent.numel(), each.sent.dtype) for each in self._fragments]
-            self._averaging = averaging = Averaging(mesh, sizes, compression)
+            self._averaging = averaging = Averaging(mesh, sizes, compression, self._device)
             lost = [averaging.lost_of(each.sent) for each in self._fragments]
             self._lost = [each for each in lost if each is not None]
         else:
             refuse_for_members(method)
             if compression is not None:
                 raise ValueError(
-                    "compression was asked for, and replicas that come and go send displacements as they "
-                    "are; leave it out."
+                    "compression was set, but replicas that come and go send displacements uncompressed; "
+                    "leave compression out."
                 )
             self._averaging = sums
         self.last_penalty = 1.0
-        """Of the last outer step; the same on all ranks."""
+        """The penalty of the last outer step; the same on all ranks. On a device, of the last one that is
+        known."""
+        self._told: collections.deque[HostCopy] = collections.deque()
+        """Gap, reach and penalty of outer steps, on their way from the device."""
         self._groups = [*self._parts, *([] if mesh is None else [mesh])]
         self._step_ends: list[float] = []
         self._measured = ""
@@ -141,10 +152,12 @@ class OuterOptimizer:
         return self._averaging.size
 
     def step(self) -> None:
-        """After every step of the inner optimizer. At the end of a round it waits for what is still on its
-        way of the round before, takes the outer step and begins to send this round's displacement."""
+        """Call it after every step of the inner optimizer. At the end of a round it waits for the sums of the
+        round before, takes the outer step and begins to send this round's displacement."""
         if self.tau is None:
-            self._step_ends.append(time.perf_counter())
+            self._step_ends.append(self._now())
+        while self._told and self._told[0].is_there():
+            self._take_penalty()
         for fragment in self._fragments:
             fragment.steps += 1
             if fragment.steps == 1 and self.method.penalty is not None:
@@ -158,14 +171,14 @@ class OuterOptimizer:
         self._averaging.pump()
 
     def _meet(self, fragment: Fragment) -> None:
-        """A round ends."""
+        """Ends a round."""
         self._weights.current()
         late = self.method.delay is None
         scale = self._awaited(fragment) if late and fragment.is_pending else None
         fragment.pass_(step=scale, pull=late, launch=True)
         if late:
             self._weights.written()
-        began = time.perf_counter()
+        began = self._now() if self.tau is None else 0.0
         self._launch(fragment)
         if self.tau is None:
             self._settle_tau(fragment, began)
@@ -178,56 +191,77 @@ class OuterOptimizer:
         self._averaging.begin(fragment.sent)
 
     def _use(self, fragment: Fragment) -> None:
-        """The outer step, where it does not wait for the end of a round."""
+        """Takes an outer step that is due before the end of a round."""
         self._weights.current()
         fragment.pass_(step=self._awaited(fragment), pull=True, launch=False)
         fragment.is_pending = False
         self._weights.written()
 
     def _wait(self, fragment: Fragment) -> None:
-        """For the sums of the displacements."""
+        """Waits for the sums of the displacements."""
         if not fragment.has_come:
             self._averaging.wait(fragment.sent)
             fragment.has_come, fragment.count = True, self._averaging.size
 
-    def _awaited(self, fragment: Fragment) -> float | None:
-        """Waits for the sums of the displacements. Returns what makes of them the outer gradient; None where
-        all that had displacements have left."""
+    def _awaited(self, fragment: Fragment) -> Number | None:
+        """Waits for the sums of the displacements. Returns the factor that makes them the outer gradient;
+        None if all replicas that had displacements have left."""
         self._wait(fragment)
         scale = self._scale(fragment) if fragment.count else None
         self._averaging.used(fragment.sent, scale)
         return scale
 
-    def _scale(self, fragment: Fragment) -> float:
+    def _scale(self, fragment: Fragment) -> Number:
         mean = 1.0 / fragment.count
         if self.method.penalty is None:
             return mean
-        gap = math.sqrt(self._over_parts(fragment.square_gap(mean)))
-        reach = fragment.sent_steps * math.sqrt(fragment.sent_square() * mean)
+        gap: Any = _root(self._over_parts(fragment.square_gap(mean)))
+        reach: Any = fragment.sent_steps * _root(fragment.sent_square() * mean)
+        penalty = self.method.penalty(gap, reach)
+        if isinstance(gap, Tensor):
+            numbers = [torch.as_tensor(each).to(gap) for each in (gap, reach, penalty)]
+            self._told.append(HostCopy([torch.stack(numbers)]))
+        else:
+            self._check_penalty(gap, reach, penalty)
+        return mean / penalty
+
+    def _check_penalty(self, gap: float, reach: float, penalty: float) -> None:
         if math.isinf(reach) and math.isfinite(gap):
             raise ValueError(
-                "The length of a round's first step, squared, is more than "
-                f"{fragment.sent.dtype} holds, in which it travels, so its penalty is not known; train in "
-                "bfloat16 or float32, or with penalty=None."
+                f"The squared length of a round's first step overflows {self._fragments[0].sent.dtype}, the "
+                "dtype it travels in, so the penalty cannot be computed; train in bfloat16 or float32, or "
+                "set penalty=None."
             )
-        penalty = self.method.penalty(gap, reach)
         if not penalty >= 1:
             raise ValueError(f"penalty(gap={gap}, reach={reach}) is {penalty}; it must be at least 1.")
         self.last_penalty = penalty
-        return mean / penalty
 
-    def _over_parts(self, square: float) -> float:
-        """The sum over the ranks that one replica is cut over."""
+    def _take_penalty(self) -> None:
+        """Checks the oldest penalty that was on its way from the device."""
+        (told,) = self._told.popleft().take()
+        self._check_penalty(*told.tolist())
+
+    def _over_parts(self, square: Number) -> Number:
+        """Returns the sum over the ranks that share one replica."""
         for group in self._parts:
-            mine = torch.tensor([square], dtype=torch.float64)
-            square = math.fsum(ops.all_gather_stats(mine, group).flatten().tolist())
+            if isinstance(square, Tensor):
+                square = ops.all_gather_stats(square[None], group).sum()
+            else:
+                mine = torch.tensor([square], dtype=torch.float64)
+                square = math.fsum(ops.all_gather_stats(mine, group).flatten().tolist())
         return square
 
+    def _now(self) -> float:
+        """Returns the time when all steps so far have been taken. On a device the host waits for them."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return time.perf_counter()
+
     def _settle_tau(self, fragment: Fragment, began: float) -> None:
-        """The first round has been taken: its steps are timed, and its exchange, which nothing hides and
-        which has begun at `began`."""
+        """Sets tau after the first round, from the times of its steps and of its exchange, which nothing
+        hides and which began at `began`."""
         self._wait(fragment)
-        exchange_s = time.perf_counter() - began
+        exchange_s = self._now() - began
         ends = self._step_ends
         steps = sorted(end - start for start, end in itertools.pairwise(ends))
         step_s = steps[len(steps) // 2]
@@ -246,9 +280,9 @@ class OuterOptimizer:
         return self.tau
 
     def finish(self) -> None:
-        """All replicas have the same parameters when it returns: what is on its way is used where replicas
-        began anew from before it (co2), and what they have moved since is averaged. Every rank calls it; a
-        round begins then."""
+        """Gives all replicas the same parameters. Methods that restart from the outer iterate (co2) first use
+        the average under way. Then what replicas have moved since is averaged, and a new round begins. Every
+        rank calls it."""
         self._weights.current()
         for fragment in self._fragments:
             pending = fragment.is_pending and self.method.restarts
@@ -265,23 +299,25 @@ class OuterOptimizer:
             self._launch(fragment)
             self._finish_with(fragment)
         self._weights.written()
+        while self._told:
+            self._take_penalty()
 
     def _finish_with(self, fragment: Fragment) -> None:
-        """What is on its way is all that replicas have moved from the outer iterate."""
+        """Averages in what the sums hold: all that replicas have moved from the outer iterate."""
         self._wait(fragment)
         fragment.take_mean(1.0 / fragment.count if fragment.count else 0.0)
 
     def settle(self) -> None:
-        """What is on its way has come. Every rank calls it."""
+        """Waits for all sums under way. Every rank calls it."""
         for fragment in self._fragments:
             if fragment.is_pending:
                 self._wait(fragment)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """base.NAME (z), momentum.NAME and sent.NAME (the sum of displacements that are to be used), over the
-        storage; `progress`, the same on all replicas; `first_steps`, a replica's own, and lost.NUMBER, a
-        rank's own: of each fragment what compression has lost, flat. Waits for what is on its way, so every
-        rank calls it."""
+        """Returns the state, over the storage: base.NAME (z), momentum.NAME, and sent.NAME (the sum of
+        displacements not used yet). `progress` is the same on all replicas. `first_steps` is a replica's own,
+        and lost.NUMBER a rank's own: what compression has lost of each fragment, flat. Waits for all sums
+        under way, so every rank calls it."""
         state: dict[str, Tensor] = {}
         self.settle()
         for fragment in self._fragments:
@@ -289,12 +325,12 @@ class OuterOptimizer:
                 state |= {f"{kind}.{name}": tensor for name, tensor in tensors.items()}
         rounds = [number for each in self._fragments for number in each.progress()]
         state["progress"] = torch.tensor([self.tau or 0, *rounds], dtype=torch.float64)
-        squares = [each.first_square for each in self._fragments]
-        state["first_steps"] = torch.tensor(squares, dtype=torch.float64)
+        squares = [torch.as_tensor(each.first_square, dtype=torch.float64) for each in self._fragments]
+        state["first_steps"] = torch.stack(squares)
         return state | {f"lost.{number}": lost for number, lost in enumerate(self._lost)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Goes on as the one that gave `state_dict()`, with the parameters of that moment.
+        """Continues from a `state_dict()`; the parameters must be those of the same moment.
 
         Raises ValueError for the state of another model or method."""
         for fragment in self._fragments:
@@ -303,7 +339,7 @@ class OuterOptimizer:
                     found = state.get(f"{kind}.{name}")
                     if found is None or found.shape != tensor.shape:
                         raise ValueError(
-                            f"The state has no {kind}.{name} of shape {tuple(tensor.shape)}: it is of "
+                            f"The state has no {kind}.{name} of shape {tuple(tensor.shape)}: it belongs to "
                             "another model."
                         )
                     tensor.copy_(found)
@@ -311,42 +347,42 @@ class OuterOptimizer:
         each = Fragment.NUMBERS
         if len(numbers) != each * len(self._fragments) or (self.tau is not None and self.tau != tau):
             raise ValueError(
-                f"The state is of tau={tau:.0f} and {len(numbers) // each} fragment(s), and tau={self.tau} "
-                f"and {len(self._fragments)} were asked for; use those that it was taken with."
+                f"The state was saved with tau={tau:.0f} and {len(numbers) // each} fragment(s), and this "
+                f"run has tau={self.tau} and {len(self._fragments)}; use the tau and fragments of the state."
             )
         self.tau, self._step_ends = int(tau) or None, []
         for number, lost in enumerate(self._lost):
             found = state.get(f"lost.{number}")
             if found is None or found.shape != lost.shape:
                 raise ValueError(
-                    f"The state has no lost.{number} of {len(lost)} elements: it was taken without "
-                    "compression, or over other ranks."
+                    f"The state has no lost.{number} of {len(lost)} elements: it was saved without "
+                    "compression, or on other ranks."
                 )
             lost.copy_(found)
         for number, fragment in enumerate(self._fragments):
             fragment.go_on(numbers[number * each : (number + 1) * each])
-            fragment.first_square = float(state["first_steps"][number])
+            fragment.take_first_square(state["first_steps"][number])
             if self.tau is None:  # steps are timed anew
                 fragment.length = fragment.steps + MEASURED_STEPS
 
     def common(self) -> list[Tensor]:
-        """What all replicas have alike: outer iterate, outer momentum, and whether the last step moved."""
+        """Returns what is equal on all replicas: z, m, and whether the last step moved z."""
         return [tensor for each in self._fragments for tensor in (each.base, each.momentum, each.moved)]
 
     def travelling(self) -> list[Tensor]:
-        """What displacements travel in."""
+        """Returns the buffers that displacements travel in."""
         return [each.sent for each in self._fragments]
 
-    def advance(self, sums: Tensor, scale: float | None) -> None:
-        """The outer step that others have taken with `sums`, as in `travelling()`, times `scale`; None: with
-        none. `begin_anew` is to follow."""
+    def advance(self, sums: Tensor, scale: Number | None) -> None:
+        """Repeats the outer step that others have taken with `sums`, shaped as in `travelling()`, times
+        `scale`; None: without sums. Call `begin_anew` next."""
         (fragment,) = self._fragments
         fragment.sent.copy_(sums)
         fragment.pass_(step=scale, pull=False, launch=False)
 
     def use_what_has_come(self) -> None:
-        """The outer step with the sums that a state which was loaded holds; `begin_anew` is to follow. All
-        ranks of the replica call it."""
+        """Takes the outer step with the sums that a loaded state holds; call `begin_anew` next. All ranks of
+        the replica call it."""
         self._weights.current()
         for fragment in self._fragments:
             if fragment.is_pending:
@@ -354,9 +390,8 @@ class OuterOptimizer:
                 fragment.is_pending = False
 
     def begin_anew(self, behind: bool) -> None:
-        """The replica goes to the outer iterate, and a round begins. behind: displacements of others are on
-        their way, and it takes part in their sum with nothing of its own. All ranks of the replica call
-        it."""
+        """Sets the replica to the outer iterate and begins a round. behind: others have displacements under
+        way, and this replica takes part in their sum with zeros. All ranks of the replica call it."""
         self._weights.current()
         for fragment in self._fragments:
             fragment.begin_anew(self._settled_tau(), behind)
@@ -365,19 +400,19 @@ class OuterOptimizer:
         self._weights.written()
 
     def close(self) -> None:
-        """Nothing is on its way and nothing watched any more; the parameters are each replica's own. Every
+        """Waits for all sums under way and removes the hooks; the parameters stay each replica's own. Every
         rank calls it."""
         self._averaging.close()
         for hook in self._hooks:
             hook.remove()
 
     def stats(self) -> tuple[float, int]:
-        """Since the start, seconds that this rank's thread did nothing but wait for other replicas, copy and
-        sum, and bytes that it read from them."""
+        """Returns two totals since the start: seconds in which this rank's thread only waited for other
+        replicas, copied or summed, and bytes that it read from them."""
         return self._averaging.stats()
 
     def describe(self) -> str:
-        """For a log, in one line."""
+        """Returns one line for a log."""
         fragments = f" in {self.method.fragments} fragments" if self.method.fragments > 1 else ""
         tau = "measured" if self.tau is None else self.tau
         packed = "" if self._compression is None else f", displacements {self._compression.words()}"
@@ -385,8 +420,7 @@ class OuterOptimizer:
         return f"{self.method.name}: {self.replicas} replica(s){fragments}, tau {tau}{measured}{packed}"
 
     def _watch(self, module: nn.Module) -> None:
-        """Modules with parameters of their own let flights begin and end, before their forward and before
-        their backward."""
+        """Makes modules with own parameters begin and end flights before forward and backward."""
         weak = weakref.ref(self)
 
         def pump(*_: object) -> None:
@@ -408,3 +442,7 @@ class OuterOptimizer:
                 next(each.parameters(recurse=False))
                 self._hooks.append(each.register_forward_pre_hook(pump))
                 self._hooks.append(each.register_forward_hook(before_backward))
+
+
+def _root(square: Number) -> Number:
+    return square.sqrt() if isinstance(square, Tensor) else math.sqrt(square)

@@ -1,4 +1,4 @@
-"""Sockets of the service that replicas which come and go are joined by; `coordinator.py` decides."""
+"""Sockets of the service that joins replicas which come and go; `coordinator.py` decides."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from pyruntime.replicas.message_checks import check
 
 TICK_S = 0.1
 MOST_UNSENT = 1 << 22
-"""Bytes that a connection may leave unread before it counts as lost."""
+"""Most bytes that a connection may leave unread before it counts as lost."""
 MOST_STRANGERS = 64
-"""Connections that may have said no hello; of more, the oldest are closed."""
+"""Most connections without a hello; above that, the oldest are closed."""
 MOST_RANKS = 4096
-"""Connections that may have said hello, or as many as there are descriptors for; of more, the oldest replica
-goes whose ranks are not all here."""
+"""Most connections with a hello, if there are descriptors for them. Above that, the oldest incomplete replica
+is refused."""
 SPARE = 32
-"""Descriptors that are left for everything else."""
+"""Descriptors left for everything else."""
 HELLO_S = 5.0
-"""For a connection to say hello, all of it, and for one that is ending to read why."""
+"""Seconds in which a connection must send its whole hello, or when ending must read the reason."""
 REST_S = 0.5
-"""Nobody is accepted for so long where descriptors have run out: the listening socket stays readable."""
+"""Seconds without accepting after descriptors ran out, because the listening socket stays readable."""
 
 
 class Connection:
-    """Of a rank of a replica."""
+    """The connection of one rank."""
 
     def __init__(self, connected: socket.socket):
         connected.setblocking(False)
@@ -42,19 +42,19 @@ class Connection:
         self.messages = Messages()
         self.unsent = b""
         self.name = ""
-        """Of its replica; empty before it has said so."""
+        """Its replica; empty before the hello."""
         self.place = 0
         self.is_ending = False
-        """To be closed once all is sent."""
+        """Whether to close it once all is sent."""
         self.end = time.monotonic() + HELLO_S
-        """Until when it may stay without a name."""
+        """Time until which it may stay without a name."""
 
 
 class Service:
     """Listens on `port` of `host` (0: a free one) and serves one run.
 
-    record: a file that gets a line of JSON for everything that happens. say: prints a line. Raises OSError
-    where the port or the record cannot be had.
+    record: a file to which every event is appended as a line of JSON. say: prints a line. Raises OSError if
+    it cannot open the port or the record.
     """
 
     def __init__(
@@ -77,16 +77,16 @@ class Service:
         self._connections: list[Connection] = []
         self._last_alive = 0.0
         self._rests_until: float | None = None
-        """While nobody is accepted."""
+        """Time until which nobody is accepted; None: accepting."""
         self._has_lacked = False
-        """Whether it has been said that descriptors ran out."""
+        """Whether the lack of descriptors has been recorded."""
         self._stopped = False
 
     def run(self) -> None:
-        """Until the last round has been committed and all replicas have left, or the deadline has passed
-        since; or stop()."""
+        """Serves until the last round has been committed and all replicas have left or the deadline has
+        passed since, or until stop()."""
         while not (self._stopped or self._is_over()):
-            began = time.monotonic()  # what has come by then is heard before anybody counts as silent
+            began = time.monotonic()  # what came before this is handled before anybody counts as silent
             for key, events in self._selector.select(TICK_S):
                 if key.fileobj is self._listener:
                     self._accept()
@@ -101,13 +101,13 @@ class Service:
             self._show_life()
 
     def _is_over(self) -> bool:
-        """Nobody waits for those who have never said who they are."""
+        """Whether the run has ended; connections without a hello do not count."""
         has_left = not any(connection.name for connection in self._connections)
         coordinator = self._coordinator
         return coordinator.phase is Phase.OVER and (has_left or coordinator.is_late(time.monotonic()))
 
     def stop(self) -> None:
-        """Ends run() within a moment; called by another thread."""
+        """Ends run() within a moment; call it from another thread."""
         self._stopped = True
 
     def close(self) -> None:
@@ -124,14 +124,14 @@ class Service:
         except OSError as error:
             if error.errno in NO_DESCRIPTOR:
                 self._rest(error)
-            return  # else it has gone before it was let in
+            return  # other errors: the caller has gone already
         connection = Connection(accepted)
         self._connections.append(connection)
         self._selector.register(connection.socket, selectors.EVENT_READ, connection)
 
     def _rest(self, error: OSError) -> None:
-        """Descriptors have run out: those of strangers become free, and the listening socket, which stays
-        readable, is left alone for a moment."""
+        """Handles a lack of descriptors: closes half of the connections without a hello and stops accepting
+        for a moment, because the listening socket stays readable."""
         if not self._has_lacked:
             self._has_lacked = True
             self._enter({"event": "crowded", "reason": error.strerror, "connections": len(self._connections)})
@@ -142,7 +142,7 @@ class Service:
         self._rests_until = time.monotonic() + REST_S
 
     def _strangers(self) -> list[Connection]:
-        """Those without a name, the oldest first."""
+        """Returns the connections without a name, the oldest first."""
         return [connection for connection in self._connections if not connection.name]
 
     def _shed_strangers(self) -> None:
@@ -168,21 +168,21 @@ class Service:
             self._lose(connection, error.strerror or str(error))
             return
         if connection.is_ending:
-            return  # it has been told why nobody listens any more
+            return  # it has been told why it was put out
         try:
             for message in connection.messages.feed(data):
                 self._hear(connection, message)
         except ValueError as error:
-            self._refuse(connection, f"it sent what is no message of a replica: {error}")
+            self._refuse(connection, f"it sent an invalid message: {error}")
 
     def _hear(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Raises ValueError for what no rank sends."""
+        """Handles a message. Raises ValueError for one that no rank sends."""
         if connection.is_ending:
             return
         check(message)
         now = time.monotonic()
         if (message["type"] == "hello") == bool(connection.name):
-            raise ValueError("its first message is hello, and no other one")
+            raise ValueError("hello must be its first message, and sent once")
         if connection.name:
             self._coordinator.hear(connection.name, connection.place, message, now)
         elif reason := (
@@ -196,21 +196,21 @@ class Service:
         self._carry_out()
 
     def _why_full(self, newcomer: str) -> str:
-        """Why there is no room for one more rank, in words; empty where there is, or was made."""
+        """Returns why there is no room for one more rank, in words; empty if there is or was made room."""
         here = sum(bool(each.name) and not each.is_ending for each in self._connections)
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         others = min(MOST_STRANGERS, descriptors // 4) + min(SPARE, descriptors // 4)
         if here < min(MOST_RANKS, descriptors - others):
             return ""
-        full = f"{here} ranks are here, as many as the service takes"
+        full = f"{here} ranks are connected, as many as the service accepts"
         if other := next((name for name in self._coordinator.incomplete if name != newcomer), ""):
             first = next(each for each in self._connections if each.name == other)
-            self._refuse(first, f"{full}, and not all of its replica's are")
+            self._refuse(first, f"{full}, and its replica is not complete")
             return ""
-        return f"{full}; start it with more descriptors (ulimit -n), and see who else reaches its port"
+        return f"{full}; start it with more descriptors (ulimit -n), and check who else uses its port"
 
     def _refuse(self, connection: Connection, reason: str) -> None:
-        """It is told why, and its replica, where it is of one, has lost it."""
+        """Sends the reason to the rank; its replica, if it has one, is lost."""
         name, connection.name = connection.name, ""
         connection.end = time.monotonic() + HELLO_S
         connection.unsent += encode({"type": "expelled", "reason": reason})
@@ -221,7 +221,7 @@ class Service:
             self._carry_out()
 
     def _carry_out(self) -> None:
-        """What the coordinator has decided."""
+        """Records the coordinator's events and sends its orders."""
         coordinator = self._coordinator
         while coordinator.orders or coordinator.events:
             events, coordinator.events = coordinator.events, []
@@ -264,7 +264,7 @@ class Service:
                 connection.unsent = connection.unsent[connection.socket.send(connection.unsent) :]
         except BlockingIOError:
             if len(connection.unsent) > MOST_UNSENT:
-                self._lose(connection, "it does not read what it is told")
+                self._lose(connection, "it does not read its messages")
                 return
         except OSError as error:
             self._lose(connection, error.strerror or str(error))
@@ -288,6 +288,6 @@ class Service:
 
 
 def say(text: str) -> None:
-    """On stdout, at once; a reader that has gone does not end the service."""
+    """Prints on stdout at once; a closed reader does not end the service."""
     with contextlib.suppress(BrokenPipeError):
         print(text, file=sys.stdout, flush=True)

@@ -1,4 +1,4 @@
-"""Outer steps of a model that `shard` has sharded, and what of them a checkpoint holds."""
+"""Outer steps of a model that `shard` has sharded, and the parts of them that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pyruntime.replicas.weights import Value
 
 
 class ShardedWeights:
-    """The rows that a rank's optimizer updates, by their master weights where there are any. So outer iterate
-    and momentum are cut as its states are."""
+    """The rows that a rank's optimizer updates, or their master weights if there are any. So outer iterate
+    and momentum are cut as the optimizer's states are."""
 
     def __init__(self, sharded: Sharded):
         assert sharded.optimizer is not None
@@ -43,10 +43,10 @@ class ShardedWeights:
 
 
 class ShardedOuter(OuterOptimizer):
-    """An OuterOptimizer of `sharded`, which has its optimizer and is over ranks that share a replica.
+    """An OuterOptimizer of `sharded`, which has an optimizer; its ranks share one replica.
 
-    replicas: the ranks that hold what this one holds, each of another replica; None where `sums` takes the
-    sums. parts, sums, compression: as OuterOptimizer's.
+    replicas: the ranks that hold the same rows, one of each replica; None if `sums` takes the sums. parts,
+    sums, compression: see OuterOptimizer.
     """
 
     def __init__(
@@ -64,18 +64,17 @@ class ShardedOuter(OuterOptimizer):
             sharded.model, replicas, method, weights=weights, parts=parts, sums=sums, compression=compression
         )
         self.own_name = f"replica-{self._averaging.rank}"
-        """Of what a checkpoint holds for this replica alone."""
+        """Name, in a checkpoint, of what belongs only to this replica."""
 
     def states_of(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What of `local`, a `state_dict()`, all replicas share, as DTensors over its storage."""
+        """Returns what all replicas share of `local`, a `state_dict()`, as DTensors on its memory."""
         wrapped = {"progress": local["progress"]}
         for kind in ("base", "momentum", "sent"):
             wrapped |= self._wrapped({name: local[f"{kind}.{name}"] for name in self._names()}, f"{kind}.")
         return wrapped
 
     def weights(self) -> dict[str, Tensor]:
-        """The outer iterate as the model's weights, in memory of its own: what all replicas have in
-        common."""
+        """Returns the outer iterate, which all replicas share, as the model's weights, copied."""
         found = {
             name: tensor
             for fragment in self._fragments

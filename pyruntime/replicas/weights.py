@@ -1,4 +1,4 @@
-"""What an outer optimizer averages: tensors that an inner optimizer writes."""
+"""The tensors that an outer optimizer averages and an inner optimizer writes."""
 
 from __future__ import annotations
 
@@ -11,50 +11,54 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor that the inner optimizer writes, and the outer one moves."""
+    """A tensor that the inner optimizer writes and the outer one moves."""
 
     name: str
     tensor: Tensor
-    """Contiguous, on the CPU; this rank's part of a parameter, or of its master weights."""
+    """Contiguous, all on one device; this rank's part of a parameter, or of its master weights."""
     travels_as: torch.dtype
-    """Its displacement."""
+    """Dtype of its displacement on the wire."""
     counts: bool = True
-    """In norms over all parts of a replica: of ranks that hold the same, one counts it."""
+    """Whether this rank counts it in norms over a replica's parts; only one of its holders does."""
     rounded: Tensor | None = None
-    """Its copy of lower precision, of the same shape, which whoever writes it writes too; None: it has
-    none."""
+    """A copy in lower precision, of the same shape; a write to one writes both. None: no copy."""
 
 
 class Weights(Protocol):
-    """Who holds them."""
+    """The owner of the averaged tensors."""
 
     def current(self) -> list[Value]:
-        """The same tensors every time, with all steps of the inner optimizer until now."""
+        """Returns the same tensors every time, with all steps of the inner optimizer so far."""
 
     def written(self) -> None:
-        """Something was written into them: what reads them follows."""
+        """Is called after a write to the tensors: updates what depends on them."""
 
 
 class ModuleWeights:
-    """The parameters of a module, which an optimizer of torch's updates in place.
+    """The parameters of a module, which a torch optimizer updates in place.
 
-    Raises ValueError where there are none that require a gradient, or one is on a device or not contiguous.
+    Raises ValueError if no parameter requires a gradient, one is not contiguous, or they are on several
+    devices.
     """
 
     def __init__(self, module: nn.Module):
         self._values = [Value(name, p, p.dtype) for name, p in module.named_parameters() if p.requires_grad]
         if not self._values:
             raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient.")
+        first = self._values[0]
         for value in self._values:
-            if value.tensor.device.type != "cpu" or not value.tensor.is_contiguous():
-                where = f"on {value.tensor.device}" if value.tensor.device.type != "cpu" else "not contiguous"
+            if value.tensor.device != first.tensor.device:
                 raise ValueError(
-                    f"{value.name} is {where}, and outer steps are of contiguous parameters on the CPU; move "
-                    "the module there, or make the parameter contiguous."
+                    f"{value.name} is on {value.tensor.device} and {first.name} on {first.tensor.device}, "
+                    "but outer steps need all parameters on one device; move the module to one."
+                )
+            if not value.tensor.is_contiguous():
+                raise ValueError(
+                    f"{value.name} is not contiguous, but outer steps need contiguous parameters; make it so."
                 )
 
     def current(self) -> list[Value]:
         return self._values
 
     def written(self) -> None:
-        """They are the parameters themselves."""
+        """Does nothing: the tensors are the parameters themselves."""

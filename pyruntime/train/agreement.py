@@ -1,8 +1,7 @@
-"""All ranks of a job train one model on one text: what each was told and has opened is compared as it starts.
+"""Checks at the start that all ranks of a job train one model on one text.
 
-Configuration, shape and versions are compared before anything else, tokens and first weights by their
-digests as they are opened. A difference ends all ranks with one sentence, which names the key, the ranks and
-the values.
+Ranks compare configuration, shape and versions first; then digests of tokens and first weights as these are
+opened. A difference ends all ranks with one sentence that names the key, the ranks and the values.
 """
 
 from __future__ import annotations
@@ -27,18 +26,17 @@ from pyruntime.train.errors import ConfigError
 
 MAY_DIFFER = {
     "train.threads": "hosts may have other numbers of cores",
-    "output.progress": "rank 0 alone prints",
-    "output.log_every": "rank 0 alone prints",
+    "output.progress": "only rank 0 prints",
+    "output.log_every": "only rank 0 prints",
 }
-"""Keys of the configuration that ranks need not have alike, and why. Paths must be alike: a run goes by those
-of rank 0."""
+"""Configuration keys that may differ between ranks, and why. Paths must be alike: a run uses rank 0's."""
 MOST_NAMED = 3
 Facts = Mapping[str, str]
-"""What is compared, by its key, in words that are equal where it is the same."""
+"""Values that ranks compare, by key, as text: equal if the values are."""
 
 
 def of_config(config: RunConfig) -> dict[str, str]:
-    """What ranks are told, and the versions that they run."""
+    """Returns the facts of a rank's configuration and of the versions it runs."""
     found = {"pyruntime": pyruntime.__version__, "torch": str(torch.__version__)}
     found |= _digests_of_code()
     for section in dataclasses.fields(config):
@@ -50,8 +48,8 @@ def of_config(config: RunConfig) -> dict[str, str]:
 
 
 def _digests_of_code() -> dict[str, str]:
-    """Commits of one version may differ: a digest of the Python files of each folder. What is compiled is
-    left out: hosts may build it for themselves."""
+    """Digests of the Python files of each folder, since commits of one version may differ. Compiled code is
+    left out: each host may build its own."""
     root = Path(pyruntime.__file__).parent
     digests: dict[Path, Any] = {}
     for path in sorted(root.rglob("*.py")):
@@ -62,14 +60,14 @@ def _digests_of_code() -> dict[str, str]:
 
 
 def of_shape(shape: LlamaConfig, fingerprint: bytes) -> dict[str, str]:
-    """The model that a rank would make, and the tokenizer that it has opened."""
+    """Returns the facts of the model that a rank would make, and of its tokenizer."""
     sizes = {f"the model's {key}": _words(value) for key, value in dataclasses.asdict(shape).items()}
     return sizes | {"the tokenizer's fingerprint": fingerprint.hex()}
 
 
 def check(group: dist.ProcessGroup, doing: str, mine: Facts) -> None:
-    """Raises ConfigError on every rank of `group` where ranks have other values of a key; CommTimeout and
-    PeerLost where one is stopped or ends. A rank need not have all keys."""
+    """Raises ConfigError on every rank of `group` if a key has different values on different ranks, and
+    CommTimeout or PeerLost if a rank stops or ends. A rank need not have all keys."""
     if group.size() == 1:
         return
     exchange = Exchange(group, doing)
@@ -87,7 +85,7 @@ def check(group: dist.ProcessGroup, doing: str, mine: Facts) -> None:
 
 
 def difference(facts: Sequence[Facts], hosts: Sequence[str]) -> str:
-    """A sentence about the keys whose values differ between ranks of the job; empty: there are none."""
+    """Returns a sentence about the keys whose values differ between ranks; empty if none do."""
     differing = []
     for key in dict.fromkeys(key for each in facts for key in each):
         by_value: dict[str, list[int]] = {}
@@ -116,7 +114,7 @@ def _short(words: str) -> str:
 
 
 def _places(ranks: list[int], hosts: Sequence[str]) -> str:
-    """ "ranks 0 to 3 and 6 (host a)"."""
+    """Formats `ranks` as in: ranks 0 to 3 and 6 (host a)."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -132,11 +130,11 @@ def _places(ranks: list[int], hosts: Sequence[str]) -> str:
 
 
 def check_files(group: dist.ProcessGroup, doing: str, what: str, files: Sequence[Path]) -> None:
-    """Raises ConfigError, on every rank, where the files of that name have another content for some ranks.
+    """Raises ConfigError on every rank if files of the same name have different content on some ranks.
 
-    Ranks that open the very same files, by device, inode, size and time of change on one host, read them in
-    shares; where all ranks do, nothing is read. Else this costs one reading (SHA-256) of the files for each
-    host. Raises OSError for a file that cannot be read.
+    Ranks of one host that open the very same files (device, inode, size and time of change) share the
+    reading. If all ranks do, nothing is read; else each host reads its files once (SHA-256). Raises OSError
+    for a file that cannot be read.
     """
     if group.size() == 1:
         return
@@ -157,7 +155,7 @@ def check_files(group: dist.ProcessGroup, doing: str, what: str, files: Sequence
 
 
 def _told_by_all(group: dist.ProcessGroup, doing: str, value: str) -> list[str]:
-    """By rank, on every rank: through rank 0, so that n ranks cost n looks."""
+    """Returns every rank's value on every rank, through rank 0, so that n ranks cost n reads."""
     exchange = Exchange(group, doing)
     if group.rank() > 0:
         exchange.tell(value)
@@ -168,7 +166,7 @@ def _told_by_all(group: dist.ProcessGroup, doing: str, value: str) -> list[str]:
 
 
 def _boot() -> str:
-    """Of this machine: hosts may have one name."""
+    """Identifies this machine, since hosts may share a name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

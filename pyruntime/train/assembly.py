@@ -1,6 +1,8 @@
-"""The parts that a trainer is put together from: each function decides one of them, from what the run is."""
+"""Builds the parts of a trainer; each function makes one of them for a run."""
 
 from __future__ import annotations
+
+from typing import assert_never
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,7 +21,9 @@ from pyruntime.train.errors import ConfigError
 from pyruntime.train.figures import ExchangedFigures, Figures, LateFigures, RoundFigures
 from pyruntime.train.pipelined import Pipelined, shared_weights
 from pyruntime.train.resolved import ResolvedRun
+from pyruntime.train.slow.own_clock import OwnClock
 from pyruntime.train.slow.windows import EVERY, SlowReport
+from pyruntime.train.watching.expert_load import ExpertLoad
 
 
 def check_trains(model: Llama, runtime: Runtime) -> None:
@@ -29,18 +33,18 @@ def check_trains(model: Llama, runtime: Runtime) -> None:
         raise ConfigError("No parameter of the model requires a gradient; leave one unfrozen.")
     layers = ", ".join(map(str, model.part.layers))
     raise ConfigError(
-        f"No parameter of layers {layers}, which are rank {runtime.coordinate.pp}'s of the pipeline, "
-        "requires a gradient, and every rank of it has to train some; leave one unfrozen, or give the rank "
-        "other layers with pipeline.layers."
+        f"No parameter of layers {layers}, which pipeline rank {runtime.coordinate.pp} has, requires a "
+        "gradient, and every pipeline rank must train some; leave one unfrozen, or give the rank other "
+        "layers with pipeline.layers."
     )
 
 
 def data_axes(run: ResolvedRun, runtime: Runtime) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Returns two axes: the ranks over which gradients are summed in every step, None where this rank is
-    alone; and the ranks that hold the same part of replicas that do not meet in every step, None where there
-    are no such replicas in this job.
+    """Returns two axes. First the ranks over which gradients are summed in every step; None if this rank is
+    the only one. Then the ranks that hold the same part of the replicas that synchronize rarely; None if this
+    job has no such replicas.
 
-    Raises ValueError where there are to be such replicas and the mesh has none.
+    Raises ValueError if there should be such replicas and the mesh has no axis for them.
     """
     mesh = runtime.replicas.mesh
     if run.meets_every_step or run.config.data_parallel.members:
@@ -48,8 +52,7 @@ def data_axes(run: ResolvedRun, runtime: Runtime) -> tuple[DeviceMesh | None, De
     names = () if mesh is None else tuple(mesh.mesh_dim_names or ())
     if mesh is None or names[:1] != ("dp_replicate",):
         raise ValueError(
-            "Replicas that meet less often than in every step are the axis dp_replicate, and there are "
-            f"{names}."
+            f"Replicas that do not synchronize in every step need an axis dp_replicate; the mesh has {names}."
         )
     within = mesh[names[1]] if len(names) > 1 else None
     return (within if within is not None and within.size() > 1 else None), mesh["dp_replicate"]
@@ -67,10 +70,15 @@ def sharded_of(run: ResolvedRun, model: Llama, within: DeviceMesh | None) -> Sha
 
 
 def optimizer_of(run: ResolvedRun, model: Llama, sharded: Sharded, runtime: Runtime) -> ShardedAdamW:
-    asked, muon = run.config.optimizer, None
-    if asked.name == "muon":
-        of_layers = model.layers.parameters()
-        muon = Muon([p for p in of_layers if p.dim() == 2 and p.requires_grad], asked.momentum)
+    asked = run.config.optimizer
+    match asked.name:
+        case "adamw":
+            muon = None
+        case "muon":
+            of_layers = model.layers.parameters()
+            muon = Muon([p for p in of_layers if p.dim() == 2 and p.requires_grad], asked.momentum)
+        case _:
+            assert_never(asked.name)
     return sharded.adamw(
         betas=(asked.beta1, asked.beta2),
         eps=asked.eps,
@@ -91,8 +99,8 @@ def outer_of(
     member: Member | None,
     runtime: Runtime,
 ) -> ShardedOuter | None:
-    """Returns what lets replicas meet; None where they meet in every step. For within and between see
-    `data_axes`."""
+    """Returns the object that synchronizes replicas; None if they synchronize in every step. `data_axes`
+    explains within and between."""
     if run.outer is None:
         return None
     axes = (runtime.tp.mesh, runtime.tp_y.mesh, within, runtime.pp.mesh)
@@ -101,30 +109,39 @@ def outer_of(
 
 
 def figures_of(
-    run: ResolvedRun, within: DeviceMesh | None, outer: ShardedOuter | None, runtime: Runtime
+    run: ResolvedRun,
+    model: Llama,
+    within: DeviceMesh | None,
+    outer: ShardedOuter | None,
+    runtime: Runtime,
+    looks: bool,
 ) -> Figures:
-    """Chooses how ranks tell each other what a step has found."""
+    """Returns the object by which ranks exchange a step's figures. looks: whether slow ranks are looked for,
+    which counts a stream's waits, as a ledger does."""
     device, asked = Device(runtime.device, runtime.why_device), run.config.optimizer
     if outer is not None:
         return RoundFigures(runtime, device, within, outer.stats, bool(run.config.data_parallel.members))
-    # What decides whether a step counts is read in that step.
+    load = ExpertLoad.of_run(run, model, runtime.sizes.tp, runtime.device)
+    # With these options the figures decide whether a step counts, so it must read them itself.
     is_read_at_once = asked.on_bad_step == "skip" or asked.spike_factor
-    if device.is_cuda and run.mesh.ranks == 1 and not is_read_at_once:
-        return LateFigures(device)
-    return ExchangedFigures(runtime, device)
+    if device.is_gpu and run.mesh.ranks == 1 and not is_read_at_once:
+        return LateFigures(device, load)
+    return ExchangedFigures(runtime, device, looks or run.config.train.ledger, load)
 
 
 def batches_of(run: ResolvedRun, corpus: Corpus, runtime: Runtime) -> Batches:
-    """The sequences that this data-parallel rank learns from."""
-    train = run.config.train
+    """Returns the sequences that this data-parallel rank learns from."""
+    train, mesh = run.config.train, run.mesh
+    is_one = run.meets_every_step or run.config.data_parallel.members
     return Batches(
         corpus, train.seed, train.batch_size, train.seq_len, run.shape.vocab_size,
-        share=runtime.coordinate.dp, shares=run.mesh.dp, masks=run.config.data.document_masks,
+        share=runtime.coordinate.dp, shares=mesh.dp,
+        together=mesh.dp if is_one else mesh.dp // mesh.dp_replicate, masks=run.config.data.document_masks,
     )  # fmt: skip
 
 
 def validation_of(run: ResolvedRun, corpus: Corpus) -> list[tuple[int, Batch]]:
-    """The batches to validate on, each with the number of its set."""
+    """Returns the validation batches, each with the number of its set."""
     train, masks = run.config.train, run.config.data.document_masks
     return [
         (number, batch)
@@ -138,9 +155,9 @@ def validation_of(run: ResolvedRun, corpus: Corpus) -> list[tuple[int, Batch]]:
 def placement_check(
     run: ResolvedRun, model: Llama, sharded: Sharded, runtime: Runtime
 ) -> PlacementCheck | None:
-    """Follows tensors over tensor- and context-parallel ranks: gradients of the model's parameters are summed
-    over the latter by `sharded`. What data-parallel ranks have is each one's own by intent. None where the
-    run does not check types."""
+    """Returns the check of placements over tensor- and context-parallel ranks; None unless the run checks
+    types. `sharded` sums parameter gradients over cp. Values of dp ranks differ by intent, so dp is not
+    checked."""
     if not run.config.train.check_types:
         return None
     axes = {"tp": [comm.group_name(runtime.tp)] if runtime.sizes.tp > 1 else [], "cp": []}
@@ -156,15 +173,15 @@ def placement_check(
 def stages_of(
     run: ResolvedRun, model: Llama, sharded: Sharded, runtime: Runtime
 ) -> tuple[Pipelined | None, SlowReport | None]:
-    """Returns what runs the stages of this rank, None without a pipeline; and what looks for slow ranks and
-    links, None where the run does not look."""
+    """Returns the runner of this rank's stages, None without a pipeline; and the search for slow ranks and
+    links, None if the run has none."""
     every, by_place = run.config.train.slow_every, run.config.context.layout == "contiguous"
-    if every is None:
-        every = EVERY if runtime.device.type == "cpu" else 0
-    every = 0 if run.mesh.ranks == 1 else every
+    every = 0 if run.mesh.ranks == 1 else EVERY if every is None else every
+    clock = OwnClock(runtime.device) if every else None
     if runtime.pp.mesh is None:
-        return None, SlowReport(runtime, every, by_place=by_place) if every else None
-    pipelined = Pipelined(run, model, runtime.pp, sharded, is_timed=every > 0)
-    if not every:
+        return None, SlowReport(runtime, every, clock, by_place=by_place) if clock else None
+    pipelined = Pipelined(run, model, runtime.pp, sharded, clock)
+    if clock is None:
         return pipelined, None
-    return pipelined, SlowReport(runtime, every, len(model.part.layers), pipelined.layer_seconds, by_place)
+    layers = len(model.part.layers)
+    return pipelined, SlowReport(runtime, every, clock, layers, pipelined.take_spans, by_place)

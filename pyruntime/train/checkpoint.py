@@ -1,14 +1,13 @@
-"""Checkpoints that a run is resumed from: what they hold, and how they are loaded. `saving` writes them.
+"""Loads the checkpoints that a run is resumed from. `saving` writes them.
 
-RUN_DIR/checkpoints/step-000300/ holds weights, optimizer and step for any number of ranks on either axis and
-any stage, because every tensor in it is a DTensor: torch.distributed.checkpoint says which block of which
-file a rank reads. A folder appears under its name only once it is complete, and a manifest in it says what
-its files are. Of the data it keeps how many sequences were taken, and which blocks were dealt to replicas
-that come and go (`CheckpointFacts`); learning rate and random numbers follow from the step and the
-configuration.
+RUN_DIR/checkpoints/step-000300/ holds weights, optimizer state and step. It fits any number of ranks on every
+axis and any stage, because every tensor in it is a DTensor: torch.distributed.checkpoint finds which block of
+which file a rank reads. A folder appears under its name only once it is complete, and a manifest in it lists
+its files. Of the data it stores the sequences taken, and the blocks dealt to replicas that join and leave
+(`CheckpointFacts`). Learning rate and random numbers follow from step and configuration.
 
-Nothing is loaded that could run code: run.json, the manifest and the headers of the safetensors are JSON, the
-rest are numbers.
+Loading cannot run code: run.json, the manifest and the headers of the safetensors are JSON, the rest are
+numbers.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from pyruntime.train.saving.storage import Reader
 
 
 def state_of(sharded: Sharded, with_residuals: bool = True) -> dict:
-    """What a checkpoint holds of one replica, over the storage of weights and optimizer state: saving reads
-    it, loading writes into it. The names are the same at every stage and number of ranks, but for what
-    compression has lost, which is each rank's own."""
+    """Returns the state of one replica that a checkpoint holds, on the storage of weights and optimizer
+    state: saving reads it, loading writes into it. Names are the same at every stage and number of ranks,
+    except for compression residuals, which belong to one rank."""
     assert sharded.optimizer is not None
     optimizer = sharded.optimizer.state_dict()
-    # A run's own step says it for all parameters.
+    # The run's step stands for the step of every parameter.
     optimizer = {key: value for key, value in optimizer.items() if not key.startswith("steps.")}
     state = {"model": sharded.state_dict(), "optimizer": optimizer}
     if sharded.compressor is not None and with_residuals:
@@ -53,7 +52,7 @@ def state_of(sharded: Sharded, with_residuals: bool = True) -> dict:
 def state_of_all(
     sharded: Sharded, outer: ShardedOuter, local: dict[str, Tensor], with_residuals: bool = True
 ) -> dict:
-    """The same of replicas that do not meet in every step, each under its own name; and what they share.
+    """Returns the same for replicas that synchronize rarely, each under its own name, and their shared state.
     local: the outer optimizer's own state."""
     own = state_of(sharded) | {"first_steps": local["first_steps"]}
     lost = {f"{dist.get_rank()}.{name}": local[name] for name in local if name.startswith("lost.")}
@@ -69,11 +68,11 @@ def load(
     group: dist.ProcessGroup,
     outer: ShardedOuter | None = None,
 ) -> CheckpointFacts:
-    """Loads weights and optimizer state in place, at any number of ranks of a replica, and returns what the
-    checkpoint says of itself: the step to go on after.
+    """Loads weights and optimizer state in place, at any number of ranks of a replica, and returns the facts
+    of the checkpoint, whose step the run continues after.
 
-    `facts` describe the model. Raises ConfigError where the checkpoint is another model's, DamagedError where
-    a file is not what was saved; both are found before anything is changed, and raised on every rank.
+    `facts` describe the model. Raises, on every rank and before anything changes, ConfigError if the
+    checkpoint is of another model, and DamagedError if a file is not what was saved.
     """
     found = check_files(checkpoint, group, facts)
     doing = f"Loading the checkpoint {checkpoint}"
@@ -95,7 +94,7 @@ def load(
 
 
 def _check_fragments(checkpoint: Path, outer: ShardedOuter, group: dist.ProcessGroup, doing: str) -> None:
-    """Raises ConfigError where the model was cut into another number of parts that meet in turn."""
+    """Raises ConfigError if the checkpoint has another number of fragments."""
     with _refused(checkpoint):
         held = Reader(checkpoint, manifest.read(checkpoint)).read_metadata()
         found = (held.state_dict_metadata["outer.progress"].size[0] - 1) // Fragment.NUMBERS
@@ -107,10 +106,10 @@ def _check_fragments(checkpoint: Path, outer: ShardedOuter, group: dist.ProcessG
 
 
 def load_weights(checkpoint: Path, model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Loads the weights alone, in place, at any number of ranks. Raises ConfigError where they are another
-    model's; the files are taken to be whole (`check_files`)."""
+    """Loads only the weights, in place, at any number of ranks. Raises ConfigError if they are of another
+    model. Does not check the files for damage (`check_files`)."""
     names = dict(model.named_parameters(remove_duplicate=False)).keys()
-    again = names - dict(model.named_parameters()).keys()  # a weight that two modules share stands once
+    again = names - dict(model.named_parameters()).keys()  # a shared weight is saved once
     weights = {name: value for name, value in model.state_dict().items() if name not in again}
     _load(checkpoint, {"model": weights}, group, f"Loading the weights of {checkpoint}")
 
@@ -127,14 +126,14 @@ def _load(checkpoint: Path, state: dict, group: dist.ProcessGroup, doing: str) -
         with _refused(checkpoint):
             reader.read_data(found, planner)
 
-    # Each rank plans for itself: torch's own loading tells plans, which are all the same, in pickles.
+    # Each rank plans for itself: torch's own loading exchanges these equal plans as pickles.
     found = on_every_rank(group, doing, plan)
     on_every_rank(group, doing, read_blocks)
 
 
 @contextlib.contextmanager
 def _refused(checkpoint: Path) -> Iterator[None]:
-    """Files that are what their manifest says, and no checkpoint of this model: another program's."""
+    """Raises ConfigError for files that match their manifest but hold another program's checkpoint."""
     try:
         yield
     except CommError:
@@ -148,9 +147,9 @@ def _refused(checkpoint: Path) -> Iterator[None]:
 def check_files(
     checkpoint: Path, group: dist.ProcessGroup, wanted: CheckpointFacts | None = None
 ) -> CheckpointFacts:
-    """What the checkpoint says of itself. Raises the same on every rank: DamagedError where a file is not
-    what was saved (each is read by one rank, where the folder is one, else by all), ConfigError where it is
-    not of the `wanted` model and dtype, of an older format, or another one on some host."""
+    """Checks a checkpoint and returns its facts. In a shared folder one rank reads each file, else all do.
+    Raises the same on every rank: DamagedError for a file that is not what was saved; ConfigError if model or
+    dtype is not as `wanted`, the format is older, or hosts have different checkpoints."""
     doing = f"Checking the checkpoint {checkpoint}"
     finding = ""
     try:
@@ -178,8 +177,8 @@ def _raise_finding(finding: str) -> None:
 
 
 def _compare_folders(checkpoint: Path, group: dist.ProcessGroup, doing: str) -> bool:
-    """Whether the ranks see one folder, and not a copy each. Raises ConfigError on every rank where it holds
-    another checkpoint on one of them."""
+    """Whether the ranks see one folder, not copies of it. Raises ConfigError on every rank if one sees
+    another checkpoint."""
     content = hashlib.sha256((checkpoint / manifest.MANIFEST).read_bytes()).hexdigest()
     status = (checkpoint / manifest.MANIFEST).stat()
     place = f"{status.st_ino} {status.st_mtime_ns}"

@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds and what they say of themselves; without torch."""
+"""Finds the checkpoints in a folder and reads their facts; without torch."""
 
 from __future__ import annotations
 
@@ -16,75 +16,73 @@ from pyruntime.train.errors import ConfigError
 
 FOLDER, FACTS_FILE = "checkpoints", "run.json"
 FORMAT, OLD_FORMATS = 3, (1, 2)
-"""Of new checkpoints, in FACTS_FILE. Old ones hold pickles; those of the first do not name their format."""
+"""Format of new checkpoints, in FACTS_FILE. Old ones hold pickles; those of format 1 do not name it."""
 PARTIAL = ".partial"
-"""How the name of a folder ends that is being written."""
+"""Suffix of a folder that is being written."""
 STEP_NAME = re.compile(r"step-[0-9]+")
 """The name of a checkpoint's folder."""
 AUTO = "auto"
-"""Of `checkpoint.resume`: the newest checkpoint of the run folder, where it has one."""
+"""The value of `checkpoint.resume` for the newest checkpoint of the run folder, if it has one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointFacts:
-    """What a checkpoint says of itself."""
+    """The facts that a checkpoint records about its run."""
 
     step: int
     """Steps taken."""
     dtype: str
-    """Of the parameters: "bf16" or "fp32"."""
+    """Type of the parameters: "bf16" or "fp32"."""
     model: dict
     """The model's shape, as in a Hugging Face config.json."""
     optimizer: str = "adamw"
-    """Who updated the weights."""
+    """Name of the optimizer."""
     rounding: str = "nearest"
-    """Of bf16 weights; "stochastic": there are no fp32 master weights."""
+    """Rounding of bf16 weights; with "stochastic" there are no fp32 master weights."""
     skipped: int = 0
-    """Of the steps, those that updated nothing."""
+    """Steps that updated nothing."""
     in_a_row: int = 0
-    """Of these, those since the last step that counted."""
+    """Skipped steps since the last step that counted."""
     samples: int = 0
-    """Sequences that steps have taken of the data, whose next one is the next."""
+    """Sequences of the data taken so far; the next step continues there."""
     norms: Sequence[float] = ()
-    """Of the gradients that the next step's is compared with, where spikes are looked for."""
+    """Gradient norms that the next step is compared with, if the run looks for spikes."""
     method: str = "every_step"
-    """When data-parallel ranks meet, and where that is not in every step, how many replicas."""
+    """The method by which replicas synchronize and, if not in every step, their number."""
     deal: Sequence[int] = ()
-    """Where replicas come and go: the lowest block of sequences that had never been dealt, then those that
-    had not counted."""
+    """If replicas join and leave: the lowest block of sequences never dealt, then the dealt blocks that had
+    not counted."""
     compression: str = ""
-    """How gradients, or displacements of replicas, were compressed over which ranks, of which there is what
-    was lost; empty: they were not."""
+    """The compression of gradients or displacements, and the ranks it was over, each of which saved its
+    residuals; empty: none."""
     layers: Sequence[int] = ()
-    """Of each stage of the pipeline that goes on, where layers were moved between stages; empty: they were
-    not."""
+    """Layers of each stage of the resumed pipeline, if layers have moved; else empty."""
     saved_at: float = 0.0
-    """When, in seconds since 1970."""
+    """Time of saving, in seconds since 1970."""
 
 
 def complete(folder: Path) -> list[Path]:
-    """Its checkpoints, by their steps. A folder has such a name once it is whole: one that lacks a file now
-    is damaged, and not passed over."""
+    """Returns the checkpoints of `folder`, by step. A folder gets such a name only when it is complete, so
+    one that lacks a file is damaged; it is not left out."""
     found = [path for path in folder.glob("step-*") if path.is_dir() and STEP_NAME.fullmatch(path.name)]
     return sorted(found, key=step_of)
 
 
 def name_of(step: int) -> str:
-    """The name of its folder."""
+    """Returns the folder name of step `step`."""
     return f"step-{step:06d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint of `complete` is named after."""
+    """Returns the step in a checkpoint's folder name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def left_over(folder: Path, saved: int, keep: Checkpoint) -> list[Path]:
-    """What is to be removed of `folder` once step `saved` was: checkpoints past it, which are of a branch of
-    the run that was left, and of the others all but the newest `keep.keep` and those that
-    `keep.keep_every_h` keeps: the oldest, and each that is so many hours younger than the last one kept.
-    Past it a damaged one goes too, as it would stay the newest; before it those that do not say what they
-    are stay, and are not counted."""
+    """Returns the checkpoints to delete once step `saved` is saved. Those of later steps go, even damaged
+    ones: they belong to an abandoned branch of the run, and would stay the newest. Of the others the newest
+    `keep.keep` stay, and those that `keep.keep_every_h` keeps: the oldest, and each that is so many hours
+    younger than the last one kept. A checkpoint without FACTS_FILE stays and does not count."""
     past = [path for path in complete(folder) if step_of(path) > saved]
     found = [path for path in complete(folder) if (path / FACTS_FILE).is_file()]
     found = [path for path in found if path not in past]
@@ -98,21 +96,21 @@ def left_over(folder: Path, saved: int, keep: Checkpoint) -> list[Path]:
 
 
 def _saved_at(checkpoint: Path) -> float:
-    """Never, for one that does not say."""
+    """Returns -inf for a checkpoint that records no time."""
     content = _content(checkpoint)
     found = content.get("saved_at") if isinstance(content, dict) else None
     return found if isinstance(found, float) else -math.inf
 
 
 def newest(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of that run; None where it has none."""
+    """Returns the newest complete checkpoint of that run; None if it has none."""
     return next(reversed(complete(run_dir / FOLDER)), None)
 
 
 def to_go_on_with(run_dir: Path, wanted: CheckpointFacts) -> tuple[list[Path], str]:
-    """The checkpoints of that run, newest first, but for those that do not even say what they are; and why
-    the newest one is none of them, empty where it is. Raises DamagedError where there are such alone, and
-    ConfigError where one is of another model or dtype."""
+    """Returns the run's checkpoints with readable facts, newest first, and why the newest is not among them
+    (empty if it is). Raises DamagedError if all are unreadable, ConfigError if one has another model or
+    dtype."""
     found, newest, damaged = [], "", None
     for path in reversed(complete(run_dir / FOLDER)):
         try:
@@ -127,7 +125,7 @@ def to_go_on_with(run_dir: Path, wanted: CheckpointFacts) -> tuple[list[Path], s
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that `checkpoint.resume` names: the folder itself, or the newest one of a run folder."""
+    """Returns the checkpoint that `checkpoint.resume` names: that folder, or the newest in a run folder."""
     if (path / FACTS_FILE).is_file() or (STEP_NAME.fullmatch(path.name) and path.is_dir()):
         return path
     found = newest(path)
@@ -140,8 +138,8 @@ def find(path: Path) -> Path:
 
 
 def read_matching(checkpoint: Path, wanted: CheckpointFacts) -> CheckpointFacts:
-    """What `checkpoint` says of itself. Raises DamagedError where that is damaged, ConfigError where it is
-    not of the wanted model and dtype (the wanted step is not looked at)."""
+    """Returns the facts of `checkpoint`. Raises DamagedError if they are damaged, ConfigError if model or
+    dtype is not as `wanted`; the wanted step is ignored."""
     facts = read(checkpoint)
     found, asked = (
         each.model
@@ -163,24 +161,24 @@ def read_matching(checkpoint: Path, wanted: CheckpointFacts) -> CheckpointFacts:
 
 
 def why_residuals_are_left(checkpoint: Path, wanted: CheckpointFacts) -> str:
-    """In words, where what compression lost is not taken up from `checkpoint`; empty where it is, or there is
-    none and none is wanted."""
+    """Says why compression residuals are not loaded from `checkpoint`; empty if they are, or if neither run
+    compresses."""
     found = read(checkpoint).compression
     if found == wanted.compression:
         return ""
     return (
         f"{checkpoint} was saved with compression by {found or 'nothing'}, and this run compresses by "
-        f"{wanted.compression or 'nothing'}: what was lost is not taken up"
+        f"{wanted.compression or 'nothing'}: the saved compression errors are not loaded"
     )
 
 
 def to_json(facts: CheckpointFacts) -> str:
-    """The content of FACTS_FILE."""
+    """Returns the content of FACTS_FILE."""
     return json.dumps(dataclasses.asdict(facts) | {"format": FORMAT}, indent=2) + "\n"
 
 
 def _content(checkpoint: Path) -> Any:
-    """Of FACTS_FILE; None where it cannot be read."""
+    """Returns the content of FACTS_FILE; None if it cannot be read."""
     try:
         return json.loads((checkpoint / FACTS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -188,16 +186,16 @@ def _content(checkpoint: Path) -> Any:
 
 
 def read(checkpoint: Path) -> CheckpointFacts:
-    """What `checkpoint` says of itself. Raises DamagedError where that is damaged, ConfigError for one of an
-    older format."""
+    """Returns the facts of `checkpoint`. Raises DamagedError if they are damaged, ConfigError for an older
+    format."""
     if (checkpoint / manifest.MANIFEST).exists():
         manifest.check(checkpoint, FACTS_FILE, manifest.read(checkpoint))
     content = _content(checkpoint)
     if isinstance(content, dict) and content.get("format", 1) in OLD_FORMATS:
         raise ConfigError(
             f"checkpoint.resume: {checkpoint} was saved by an older version, in pickles, which are not "
-            "loaded; go on with that version, or begin a run with --model.init_from and the model folder of "
-            "this one."
+            "loaded; go on with that version, or start a new run with --model.init_from and the old run's "
+            "model folder."
         )
     manifest.read(checkpoint)
     try:

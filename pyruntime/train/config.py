@@ -1,9 +1,9 @@
-"""What a training run is told: frozen dataclasses, one per section of a TOML file.
+"""The options of a training run: frozen dataclasses, one for each section of a TOML file.
 
-Every field carries its unit in its docstring; `python -m pyruntime train --help` prints them. This module
-needs nothing but the standard library, though importing it imports the package `pyruntime` and with that
-torch. `pyruntime.train.config_file` reads these from TOML and the command line, `pyruntime.train.validate`
-says what is wrong with them.
+Every field states its unit in its docstring; `python -m pyruntime train --help` prints these docstrings. The
+module uses only the standard library, but importing it imports the package `pyruntime` and so torch.
+`pyruntime.train.config_file` reads the options from TOML and the command line; `pyruntime.train.validate`
+checks them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pyruntime.train.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Which Llama is trained."""
+    """The Llama model to train."""
 
     preset: str = ""
-    """Name of the shape in pyruntime.llama.PRESETS; the fields below change single sizes of it. Empty: 3m, or
+    """Name of a shape in pyruntime.llama.PRESETS; the fields below override single sizes of it. Empty: 3m, or
     the shape of init_from."""
     init_from: str = ""
-    """Hugging Face Llama checkpoint to start from, which says the shape in place of a preset and the fields
-    below; empty: random weights."""
+    """Hugging Face Llama checkpoint to start from; it sets the shape in place of preset and the fields below.
+    Empty: random weights."""
     hidden_size: int | None = None
     """Width of the residual stream, in features; None: the preset's."""
     num_hidden_layers: int | None = None
@@ -39,138 +39,168 @@ class Model:
     intermediate_size: int | None = None
     """Width of the SwiGLU feed-forward network, in features; None: the preset's."""
     vocab_size: int | None = None
-    """Size of the vocabulary, in tokens; None: the tokenizer's, up to a multiple of 128."""
+    """Size of the vocabulary, in tokens; None: the tokenizer's, rounded up to a multiple of 128."""
     tie_word_embeddings: bool | None = None
     """Whether the head uses the embedding's weights; None: as in the preset."""
     rope_theta: float | None = None
-    """Base of the rotary frequencies, without unit; None: the preset's."""
+    """Base of the rotary frequencies, dimensionless; None: the preset's."""
+    qk_norm: bool | None = None
+    """Whether the features of every query and key head are normalised, as in Qwen3; None: as in the
+    preset."""
+    experts: int | None = None
+    """Experts of a layer, which take the place of its feed-forward network and are spread over the
+    tensor-parallel ranks (docs/how-to/train-experts.md). 0: none. None: the preset's."""
+    experts_per_token: int | None = None
+    """Experts that a token goes to; None: the preset's, else 2."""
+    expert_size: int | None = None
+    """Width of an expert, in features; None: the preset's, else intermediate_size."""
+    shared_expert_size: int | None = None
+    """Width of an expert that all tokens go to, in features. 0: none. None: the preset's."""
+    dense_layers: int | None = None
+    """The first layers, which have one feed-forward network of intermediate_size in place of experts; None:
+    the preset's."""
+    norm_topk_prob: bool | None = None
+    """Whether the weights of a token's experts, softmax over all of them, are divided by their sum; None: as
+    in the preset, else true."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Which text is read and how it becomes tokens."""
+    """The text to read, and how it becomes tokens."""
 
     paths: tuple[str, ...] = ()
-    """Files and folders of text, folders recursively, and folders that `python -m pyruntime tokenize` wrote;
-    empty: the running Python's standard library, *.py. Of a .jsonl or .ndjson file every line is a document,
-    of a .parquet or .arrow file every row, of others the whole file."""
+    """Text files, folders of text (read recursively), and folders written by `python -m pyruntime tokenize`;
+    empty: the *.py files of the running Python's standard library. A document is a line of a .jsonl or
+    .ndjson file, a row of a .parquet or .arrow file, or the whole of any other file."""
     weights: tuple[float, ...] = ()
-    """Share of the samples of each of paths, any positive numbers; empty: as many as they have."""
+    """Share of the samples that each of paths gets, any positive numbers; empty: in proportion to their
+    size."""
     val_paths: tuple[str, ...] = ()
-    """Files and folders, as paths, each a further set to validate on, which goes by its name."""
+    """More files and folders, as in paths. Each is a validation set of its own, called by its name."""
     pattern: str = "*"
-    """Only files of a folder whose name matches this shell pattern are read."""
+    """Shell pattern; in folders only files whose name matches it are read."""
     field: str = "text"
-    """Key of a line's object, or column of a table, in which the text is."""
+    """Key (.jsonl) or column (tables) that holds the text. Files without it may hold conversations
+    (docs/how-to/finetune.md)."""
+    targets: choices.LearnedTurns = "all"
+    """Turns of a conversation whose tokens are learned."""
+    chat_template: str = ""
+    """File of the chat template (Jinja) that renders conversations; empty: that in the tokenizer's folder."""
     tokenizer: str = ""
-    """"bytes" (one token a byte, 256 tokens), or the path of a tokenizer.json, or of a folder with a Hugging
-    Face tokenizer; empty: that of model.init_from, else that of the tokens in paths, else bytes."""
+    """Path of a tokenizer.json or of a folder with a Hugging Face tokenizer, or "bytes" (one token a byte,
+    256 tokens). Empty: the tokenizer of model.init_from; else that of the tokens in paths; else bytes."""
     cache: str = ""
-    """Folder in which the tokens of a text are kept for other runs; empty: pyruntime/tokens in the user's
-    cache folder (XDG_CACHE_HOME, ~/.cache)."""
+    """Folder that keeps the tokens of a text for other runs; empty: pyruntime/tokens in the user's cache
+    folder (XDG_CACHE_HOME, ~/.cache)."""
     verify: bool = False
-    """Whether tokens are read whole and compared with their digests before the first step; else their indices
-    are, and a few blocks of each file."""
+    """Whether all token files are read and compared with their digests before the first step. If false, only
+    their indices and a few blocks of each file are."""
     val_fraction: float = 0.05
-    """Share of the tokens that is held out for validation, above 0 and at most 0.5, in whole documents; 0
-    with val_paths alone."""
+    """Share of the tokens held out for validation, in whole documents: above 0 and at most 0.5. It may be 0
+    only with val_paths."""
     document_masks: bool = True
-    """Whether attention sees a token's own document alone, of those that lie in one sequence."""
+    """Whether a token attends only to its own document when a sequence holds several."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """Who updates the weights, the learning rate, and which steps count."""
+    """The optimizer, the learning rate, and which steps count."""
 
     name: choices.OptimizerName = "adamw"
-    """Who updates the weights."""
+    """The optimizer."""
     lr: float = 1e-3
     """Peak learning rate, in parameter units per step."""
     schedule: choices.RateSchedule = "cosine"
-    """How the learning rate falls after the warm-up."""
+    """Decay of the learning rate after the warm-up."""
     min_lr_fraction: float = 0.1
     """Learning rate at the last step, as a share of the peak, 0 to 1."""
     decay_fraction: float = 0.2
-    """Share of the steps, the last ones, in which the learning rate of wsd falls, 0 to 1."""
+    """Share of the steps, 0 to 1, at the end of the run, in which the learning rate of wsd falls."""
     warmup_steps: int | None = None
-    """Steps over which the learning rate rises linearly to its peak, or all where the run has fewer; None: as
-    warmup_fraction says."""
+    """Steps over which the learning rate rises linearly to its peak, at most all steps; None: set by
+    warmup_fraction."""
     warmup_fraction: float | None = None
-    """The same as a share of the steps, 0 to 1; None: 20 steps, or a tenth of all where that is less."""
+    """The warm-up as a share of the steps, 0 to 1; None: 20 steps, or a tenth of the steps if that is
+    less."""
     beta1: float = 0.9
-    """Decay of the running mean of the gradient per step, 0 to below 1."""
+    """Decay per step of the running mean of the gradient, from 0 to below 1."""
     beta2: float = 0.95
-    """Decay of the running mean of the squared gradient per step, 0 to below 1."""
+    """Decay per step of the running mean of the squared gradient, from 0 to below 1."""
     momentum: float = 0.95
-    """Decay of Muon's running mean of the gradient per step, 0 to below 1."""
+    """Decay per step of Muon's running mean of the gradient, from 0 to below 1."""
     eps: float = 1e-8
     """Added to the root of the mean squared gradient, in gradient units."""
     weight_decay: float = 0.1
-    """Decoupled decay of matrices (vectors are left alone), in shares of the weight per unit of lr."""
+    """Decoupled decay of matrices (not of vectors), as a share of the weight per unit of lr."""
     rounding: choices.Rounding = "nearest"
-    """Of bf16 weights."""
+    """Rounding of bf16 weights in the update."""
     clip_grad_norm: float = 1.0
     """Largest global gradient norm, in gradient units; 0 turns clipping off."""
     on_bad_step: choices.OnBadStep = "stop"
-    """What becomes of a step whose loss or gradient is not finite, or spikes."""
+    """Reaction to a step whose loss or gradient is not finite, or spikes."""
     spike_factor: float = 0.0
-    """A gradient norm above so many times the mean of those of the 20 steps before that counted is a spike;
-    0: none is."""
+    """A step is a spike if its gradient norm exceeds this factor times the mean norm of the last 20 steps
+    that counted. 0: never."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """How long and on how much at a time."""
+    """The length of the run, the batch, and how ranks compute."""
 
     steps: int = 200
     """Number of optimizer steps."""
     tokens: int = 0
-    """Tokens to learn from, in place of steps: as many steps as reach them; 0: train.steps."""
+    """Tokens to learn from, in place of steps: the run takes as many steps as they need; 0: train.steps."""
     batch_size: int = 8
     """Sequences per optimizer step, over all micro-batches."""
     micro_batch_size: int = 8
-    """Sequences per forward and backward pass of a rank; times dp it divides batch_size. The rest is gradient
-    accumulation."""
+    """Sequences per forward and backward pass of a rank. This times dp divides batch_size; the quotient is
+    the number of passes whose gradients are accumulated."""
     seq_len: int = 256
     """Tokens per sequence."""
     dtype: choices.Dtype = "bf16"
     """Type of weights, activations and gradients; for bf16 see optimizer.rounding."""
     device: choices.DeviceName = "auto"
-    """Where the ranks compute."""
+    """Device of the ranks."""
     activation_checkpointing: choices.Recomputation = "none"
-    """What the backward pass computes again in place of keeping it (docs/figures/one-network.md)."""
+    """Activations that the backward pass computes again instead of keeping them
+    (docs/figures/one-network.md)."""
     compile: bool = False
-    """Have torch.compile make what a layer computes between its linears and attention (norms, rotary
-    embedding, SwiGLU) of plain torch, in place of this project's kernels, which are faster on CPUs
+    """Compile with torch.compile what a layer computes between its linears and attention (norms, rotary
+    embedding, SwiGLU), in place of this project's kernels, which are faster on CPUs
     (docs/figures/one-network.md)."""
     z_loss: float = 0.0
-    """Weight of the mean squared log-sum-exp of the logits, which training steps add to their loss so that
-    logits do not drift, such as 1e-4; 0: none."""
+    """Weight of the mean squared log-sum-exp of the logits, which training adds to the loss so that logits do
+    not drift; 1e-4, for example. 0: none."""
+    balance_loss: float = 0.01
+    """Weight of the loss that spreads tokens evenly over experts, for each layer that has some; it is 1 where
+    they are spread evenly. It counts the tokens of all ranks of a micro-batch. 0: none."""
+    router_z_loss: float = 0.0
+    """Weight of the mean squared log-sum-exp of the routers' logits, for each layer with experts; 1e-3, for
+    example. 0: none."""
     seed: int = 0
-    """Seed of the weights, the batches and the sample; the same seed gives bitwise the same run."""
+    """Seed of the weights, the batches and the sample. The same seed gives bitwise the same run."""
     val_every: int = 50
     """Steps between two validations; 0: only after the last step."""
     val_sequences: int = 64
-    """Sequences of seq_len tokens, spread evenly over the held-out text, in one validation."""
+    """Sequences of seq_len tokens in one validation, spread evenly over the held-out text."""
     ledger: bool = False
-    """Enter what every rank computes, waits for, reads and sends; the account of the last 20 steps is kept in
-    RUN_DIR/ledger, for `python -m pyruntime report RUN_DIR`. Ranks on the CPU only."""
+    """Record what every rank computes, waits for, reads and sends. The last 20 steps are kept in
+    RUN_DIR/ledger for `python -m pyruntime report RUN_DIR`."""
     profile: str = ""
-    """Steps, "10-12" or "10", of which every rank writes a trace for ui.perfetto.dev,
-    RUN_DIR/profile/rank-N.json (docs/how-to/measure-overlap.md); empty: none. `--profile 10-12` is short for
-    it."""
+    """Steps to trace, "10-12" or "10": every rank writes RUN_DIR/profile/rank-N.json for ui.perfetto.dev
+    (docs/how-to/measure-overlap.md). Empty: none. Short form: `--profile 10-12`."""
     peak_flops: float | None = None
-    """FLOP/s of one rank at its best, which MFU is a share of; None: a GPU's data sheet, where it is known,
-    and of ranks on the CPU what GEMMs of dtype reach, which is measured as the run starts."""
+    """Peak FLOP/s of one rank, the denominator of MFU. None: a known GPU's data sheet; on CPU ranks, the rate
+    of GEMMs of dtype measured at the start."""
     slow_every: int | None = None
-    """Steps between two looks at which rank computes, and which link sends, slower than the others
-    (docs/how-to/failures.md), at least 5; 0: none; None: 20, and none where ranks compute on devices, where
-    the host does not see for how long."""
+    """Steps between two looks for a rank that computes, or a link that sends, slower than the others
+    (docs/how-to/failures.md), at least 5; 0: none. None: 20."""
     check_types: bool = False
-    """Check in every step that nothing which is a rank's own, or its term of a sum, is used as if all ranks
-    had it alike (docs/explanation/correctness.md); slower."""
+    """Check in every step that tensors which differ between ranks, or are partial sums, are not used as if
+    all ranks had the same (docs/explanation/correctness.md); slower."""
     threads: int = 0
-    """CPU threads per rank; 0: what torchrun or OMP_NUM_THREADS set, else the cores divided by the ranks."""
+    """CPU threads per rank; 0: as torchrun or OMP_NUM_THREADS set, else the cores divided by the ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,11 +208,11 @@ class Grid:
     """Axes of 4D tensor parallelism (docs/explanation/primitives.md), as {x = 2, y = 2, z = 2}."""
 
     x: int = 1
-    """Ranks over which heads, feed-forward columns and the vocabulary are cut: what a plain number is."""
+    """Ranks that share heads, feed-forward columns and the vocabulary. A plain number for tp is this axis."""
     y: int = 1
-    """Ranks over which the residual stream's features are cut."""
+    """Ranks that share the features of the residual stream."""
     z: int = 1
-    """Ranks over which sequences are dealt out, and weights cut into pieces as by ZeRO 3."""
+    """Ranks that share the sequences, and keep shards of the weights as ZeRO 3 does."""
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{axis} = {size}" for axis, size in vars(self).items() if size != 1)
@@ -191,178 +221,182 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """How the model is spread over the ranks."""
+    """Sizes of the axes over which the model is spread."""
 
     tp: int | Grid | None = None
-    """Tensor-parallel ranks, with sequence parallelism, or {x = 2, y = 2, z = 2}, those of each axis of 4D
-    tensor parallelism (docs/explanation/primitives.md); None: those that torchrun started, divided by the
-    others."""
+    """Tensor-parallel ranks, with sequence parallelism; or {x = 2, y = 2, z = 2}, the axes of 4D tensor
+    parallelism (docs/explanation/primitives.md). None: the ranks that torchrun started, divided by the other
+    axes."""
     pp: int = 1
-    """Pipeline stages' ranks, which share the layers; the [pipeline] section says how they take turns."""
+    """Pipeline ranks, which share the layers. The section [pipeline] sets their schedule."""
     cp: int = 1
-    """Context-parallel ranks, which share every sequence; seq_len divides by twice as many (zigzag)."""
+    """Context-parallel ranks, which share every sequence. With zigzag, 2 * cp divides seq_len."""
     dp: int = 1
-    """Data-parallel ranks, which share the sequences of a step; pp * dp * cp * tp ranks are started."""
+    """Data-parallel ranks, which share the sequences of a step. The job has pp * dp * cp * tp ranks."""
     zero: Literal[0, 1, 2, 3] = 1
-    """What is cut over the data- and context-parallel ranks: 0 nothing, 1 and 2 optimizer states and
-    gradients, 3 the weights too. With z in tp all of it is cut over z (3), and ranks of dp hold the same."""
+    """ZeRO stage over the data- and context-parallel ranks: 0 cuts nothing, 1 and 2 optimizer states and
+    gradients, 3 also the weights. If tp has z, all of it is cut over z (3) and replicated over dp."""
     tp_slices: Literal["auto", 1, 2, 3, 4] = 1
     """Causal slices of every sequence inside a tensor-parallel group: one computes while the rows of another
-    travel. auto is 2 where tensor-parallel ranks are on several hosts, sequences are not cut over ranks and
-    nothing forbids it, else 1."""
+    travel. auto: 2 if tensor-parallel ranks are on several hosts, sequences are not cut over ranks and
+    nothing forbids it; else 1."""
     tp_wire: choices.WireFormat = "same"
-    """What rows that tensor-parallel ranks gather, activations and gradients of them, are rounded to. All
-    ranks compute with these; sums travel as they are."""
+    """Rounding of the rows (activations and their gradients) that tensor-parallel ranks gather. All ranks
+    compute with the rounded values. Sums are not rounded."""
     rebalance: Literal["off", "on"] = "off"
-    """on: where a rank of a pipeline stays slow, layers move between the stages when a checkpoint is saved
-    (docs/how-to/failures.md), wherever they began (pipeline.layers). Ranks on the CPU only."""
+    """on: if a pipeline rank stays slow, layers move between the stages when a checkpoint is saved
+    (docs/how-to/failures.md), whatever pipeline.layers says."""
     dp_replicate: int = 1
-    """Groups of data-parallel ranks that each hold everything once (hybrid sharding); divides dp."""
+    """Groups of data-parallel ranks that each hold a whole copy of the model (hybrid sharding); divides
+    dp."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataParallel:
-    """How data-parallel ranks exchange gradients (docs/how-to/slow-network.md), or how seldom they meet, for
-    networks that cannot carry a gradient in every step. What is left out is as the method has it
-    (docs/how-to/slow-network.md)."""
+    """Exchange of gradients between data-parallel ranks, or of displacements between replicas that
+    synchronize rarely, for slow networks (docs/how-to/slow-network.md). An option left out takes the method's
+    default."""
 
     method: choices.ReplicaMethod = "every_step"
-    """How seldom ranks meet. In all but every_step replicas train alone, with a gradient norm of their own:
-    parallel.dp_replicate of them, or where that is 1 as many as parallel.dp."""
+    """Rule by which replicas synchronize. With all methods except every_step they train separately, each with
+    its own gradient norm. Their number is parallel.dp_replicate if it is above 1, else parallel.dp."""
     members: str = ""
-    """Address (HOST:PORT) of `python -m pyruntime members`, where replicas come and go and this job is one of
-    them; tau is then a number, and train.batch_size of one replica. Not of streaming_diloco. Empty: the
-    replicas are ranks of this job."""
+    """Address (HOST:PORT) of `python -m pyruntime members`, if replicas may join and leave and this job is
+    one of them. tau is then a number and train.batch_size is per replica. Not with streaming_diloco. Empty:
+    the replicas are ranks of this job."""
     tau: Literal["auto"] | int = "auto"
-    """Steps between two meetings; auto, of co2 and overlapped_local_sgd: as few as hide the exchange, which
-    is measured."""
+    """Steps between two synchronizations. auto (co2 and overlapped_local_sgd): the exchange is measured, and
+    the smallest number that hides it is used."""
     outer_lr: float | None = None
-    """Outer learning rate, without unit."""
+    """Outer learning rate, dimensionless."""
     outer_momentum: float | None = None
-    """Outer momentum, 0 to below 1."""
+    """Outer momentum, from 0 to below 1."""
     penalty: bool = True
-    """Of co2: whether a displacement that is a round old counts less the further replicas have gone since."""
+    """co2: whether a displacement that is one round old counts less, the further replicas have moved
+    since."""
     clip: float | None = None
-    """Of co2: largest absolute value of an element of the outer momentum, in parameter units; None: any."""
+    """co2: largest absolute value of an element of the outer momentum, in parameter units; None: no limit."""
     pull: float | None = None
-    """Of overlapped_local_sgd and streaming_diloco: how far replicas go to what they have in common, above 0
-    to 1."""
+    """overlapped_local_sgd and streaming_diloco: how far replicas move to their common parameters, above 0
+    and at most 1."""
     delay: int | None = None
-    """Of streaming_diloco: steps behind which an exchange is hidden, below tau."""
+    """streaming_diloco: steps that hide an exchange; less than tau."""
     fragments: int | None = None
-    """Of streaming_diloco: parts of the model, of whole layers, that meet in turn."""
+    """streaming_diloco: number of parts of the model, in whole layers, that synchronize in turn."""
     compression: choices.CompressionMethod = "none"
-    """What gradients of matrices travel as. Of replicas that do not meet in every step it is of what they
-    send each other, by quantize or top_k."""
+    """Compression of matrix gradients. If replicas do not synchronize in every step, quantize or top_k
+    compresses what they send each other instead."""
     compression_bits: int = 4
-    """Bits of a value that is quantised, 1 to 8."""
+    """quantize: bits of a value, 1 to 8."""
     compression_density: float = 0.01
-    """Share of a matrix' values that travels, of top_k, above 0 and at most 1."""
+    """top_k: share of a matrix's values that is sent, above 0 and at most 1."""
     compression_rank: int = 4
-    """Rank of what travels for a matrix, of power_sgd."""
+    """power_sgd: rank of the approximation of a matrix."""
     error_feedback: bool = True
-    """Add what compression loses to the next gradient; false, of quantize: round at random instead, so that
-    nothing is lost on average."""
+    """Add what compression loses to the next gradient. If false (quantize only), values are rounded at
+    random, so that nothing is lost on average."""
     compression_plan_every: int = 0
-    """Steps between two plans (L-GreCo) that give each matrix bits, a density or a rank of its own, in as few
-    bytes as the error of one setting for all allows; 0: that one setting."""
+    """Steps between two plans (L-GreCo), which give each matrix bits, a density or a rank of its own: the
+    fewest bytes for the error of one setting for all. 0: one setting for all."""
     weight_wire: choices.WireFormat = "same"
-    """What matrices are rounded to where ranks gather them for use (parallel.zero = 3). All ranks compute
-    with the rounded values and update those that they keep."""
+    """Rounding of matrices when ranks gather them for use (parallel.zero = 3). All ranks compute with the
+    rounded values; updates change the unrounded shards."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineParallel:
-    """In which order the stages of a pipeline compute; `python -m pyruntime schedule` draws them."""
+    """The order in which pipeline stages compute; `python -m pyruntime schedule` draws it."""
 
     kind: choices.PipelineKind = "1f1b"
     """Schedule."""
     virtual: int = 1
-    """Stages of a rank, of the interleaved schedule."""
+    """interleaved: stages per rank."""
     slices: int = 1
-    """Parts that every sequence is cut into, of the sliced schedules, in tokens as equal as may be; 0: those
-    that the file of `costs` found best."""
+    """Sliced schedules: parts of every sequence, with token counts as equal as possible. 0: the slices that
+    the file of `costs` found best."""
     slice_tokens: tuple[int, ...] = ()
-    """Tokens of each slice, in order, as many as `slices` says; empty: as equal as may be."""
+    """Tokens of each slice, in order, one number per slice; empty: as equal as possible."""
     layers: tuple[int, ...] = ()
-    """Layers of each stage, in order; empty: shared out so that the stages take alike, by `costs`, or without
-    by the GEMMs that layers and head compute."""
+    """Layers of each stage, in order. Empty: balanced by `costs`, or without it by the GEMMs of layers and
+    head."""
     wire: choices.WireFormat = "same"
-    """What activations, and gradients of them, are rounded to between stages."""
+    """Rounding of activations and their gradients between stages."""
     costs: str = ""
     """File that `python -m pyruntime profile --json` wrote for this model on this machine; empty: none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ContextParallel:
-    """How sequences are spread over the context-parallel ranks."""
+    """Distribution of sequences over the context-parallel ranks."""
 
     layout: choices.ContextLayout = "zigzag"
-    """Which tokens a rank holds."""
+    """Assignment of tokens to ranks."""
     variant: choices.ContextVariant = "ring"
-    """How queries see the keys of other ranks."""
+    """Path by which queries reach the keys of other ranks."""
     wire: choices.WireFormat = "same"
-    """Of the ring: what keys and values are rounded to, on all ranks alike. Their gradients travel as they
-    are."""
+    """ring: rounding of keys and values, the same on all ranks. Their gradients are not rounded."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Comm:
-    """How the ranks talk to each other."""
+    """Communication between the ranks."""
 
     tier: choices.Tier = "chunked"
-    """Tier of every parallel linear."""
+    """Tier (docs/reference/glossary.md) of every parallel linear."""
     deadline_s: float = 120.0
-    """Longest wait for a peer, in seconds; past it the run ends with an error that names the peer."""
+    """Longest wait for a peer, in seconds; after it the run ends with an error that names the peer."""
     rings: tuple[str, ...] = ()
-    """Orders of the tensor-parallel ranks, such as "0-1-3-2", in each of which a rank's GPU has a direct link
-    to the next one's, and the last to the first: what is gathered goes around them. Empty: to each peer."""
+    """Orders of the tensor-parallel ranks, such as "0-1-3-2", in each of which every GPU has a direct link to
+    the next, and the last to the first. Gathered rows travel along these rings. Empty: directly to each
+    peer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What is kept on disk, below the run folder."""
+    """Checkpoints below the run folder, and the one to resume from."""
 
     resume: str = ""
-    """Run folder, or one of its checkpoints/step-N folders, to go on with; auto: the newest of output.run_dir
-    that is whole, or start there, as a job needs that its launcher restarts; empty: start anew."""
+    """Run folder, or one of its checkpoints/step-N folders, to resume from. auto: the newest whole checkpoint
+    of output.run_dir, or a fresh start if there is none, for jobs that a launcher restarts. Empty: a fresh
+    start."""
     every_steps: int = 0
     """Steps between two resumable checkpoints; 0: only at the end."""
     keep: int = 2
-    """Number of resumable checkpoints that are kept, newest first; at least 1. With 2 there is one to go on
-    with where the newest is damaged."""
+    """Number of newest resumable checkpoints to keep, at least 1. With 2, a run can still resume if the
+    newest is damaged."""
     keep_every_h: float = 0.0
-    """Hours between those that are kept besides, for good; 0: none is."""
+    """Hours between checkpoints that are also kept, for good; 0: none."""
     save_on_stop: bool = True
     """Whether Ctrl-C or SIGTERM leaves a resumable checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What the run shows and writes."""
+    """Files and lines that the run writes."""
 
     run_dir: str = ""
     """Folder of metrics, plot and checkpoints; empty: runs/<configuration>-<n>, the first free n."""
     progress: choices.ProgressMode = "auto"
-    """How steps are shown."""
+    """Display of the steps."""
     tensorboard: bool = False
-    """Write what metrics.jsonl has of a step to RUN_DIR/tensorboard as well (extra tensorboard)."""
+    """Also write the figures of metrics.jsonl to RUN_DIR/tensorboard (extra tensorboard)."""
     wandb: str = ""
-    """Project of Weights & Biases that is sent it as well, or with WANDB_MODE=offline keeps it in
-    RUN_DIR/wandb (extra wandb); empty: none."""
+    """Project of Weights & Biases that also gets these figures (extra wandb). With WANDB_MODE=offline they
+    stay in RUN_DIR/wandb. Empty: none."""
     cluster: str = ""
-    """TOML file of `plan --measure`, or the name of a known cluster, by which the planner predicts a step's
-    seconds beside the measured ones, and against whose memory --dry_run judges the run; empty: neither."""
+    """TOML file of `plan --measure`, or the name of a known cluster. With it the planner predicts the seconds
+    of a step, shown beside the measured ones, and --dry_run compares the run with its memory. Empty:
+    neither."""
     log_every: int = 10
-    """Steps between two printed lines where there is no bar (metrics.jsonl holds every step)."""
+    """Steps between two printed lines if there is no bar (metrics.jsonl holds every step)."""
     sample_tokens: int = 200
-    """Most tokens of the generated sample at the end (the model's positions may end it earlier); 0: none, as
-    where no rank could hold the whole model. `python -m pyruntime generate` makes others."""
+    """Most tokens of the text generated at the end; the model's positions may end it earlier. 0: none. There
+    is also none if no rank can hold the whole model. `python -m pyruntime generate` makes others."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides a run."""
+    """All options of a run."""
 
     model: Model = Model()
     data: Data = Data()
@@ -378,22 +412,22 @@ class RunConfig:
 
 
 GONE = {
-    "comm.tuning": ("on", "comm.tier=chunked leaves what `python -m pyruntime tune` found alone"),
+    "comm.tuning": ("on", "comm.tier=chunked ignores what `python -m pyruntime tune` found"),
     "output.sample_prompt": ("def ", "`python -m pyruntime generate --prompt` continues any text"),
-    "output.temperature": (0.8, "`python -m pyruntime generate --temperature` has one"),
-    "parallel.slices": (1, "it is called parallel.tp_slices"),
+    "output.temperature": (0.8, "use `python -m pyruntime generate --temperature`"),
+    "parallel.slices": (1, "it is now called parallel.tp_slices"),
 }
-"""Options of earlier versions: their defaults, which a configuration may still hold, and what to write."""
+"""Removed options: the old default, which a configuration may still hold, and what to write instead."""
 
 
 def why_gone(name: str) -> str:
-    """A sentence, where `name` was an option once; else empty."""
-    return f"{name} is no option any more: {GONE[name][1]}." if name in GONE else ""
+    """A sentence about the removed option `name`; empty if it never was one."""
+    return f"{name} was removed: {GONE[name][1]}." if name in GONE else ""
 
 
 def changed(config: RunConfig, names: str) -> list[tuple[str, Any, Any]]:
-    """Of the options `names`, "section.key section.key", those that are not as they are by default: name,
-    value, default."""
+    """Returns (name, value, default) of the options in `names`, "section.key section.key", that differ from
+    their default."""
     found = []
     for name in names.split():
         section, key = name.split(".")
@@ -403,12 +437,12 @@ def changed(config: RunConfig, names: str) -> list[tuple[str, Any, Any]]:
 
 
 def ring_orders(comm: Comm) -> list[list[int]]:
-    """Of comm.rings. Raises ValueError for what is no order of ranks."""
+    """Returns comm.rings as lists of ranks. Raises ValueError for an entry that is no order of ranks."""
     return [[int(rank) for rank in order.split("-")] for order in comm.rings]
 
 
 def steps_of(profile: str) -> range:
-    """Of train.profile. Raises ValueError for what names no steps."""
+    """Returns the steps that train.profile names. Raises ValueError if it names none."""
     found = re.fullmatch(r"(\d{1,10})(?:-(\d{1,10}))?", profile, re.ASCII)
     steps = range(0) if found is None else range(int(found[1]), int(found[2] or found[1]) + 1)
     if not steps or steps[0] < 1:
@@ -422,8 +456,9 @@ def meets_every_step(config: RunConfig) -> bool:
 
 
 def replicas(config: RunConfig) -> int:
-    """Groups of data-parallel ranks that each hold everything once: where they do not meet in every step,
-    each rank unless parallel.dp_replicate says so. Where replicas come and go, of this one."""
+    """The number of groups of data-parallel ranks that each hold the whole model. If replicas synchronize
+    rarely, it is dp, unless parallel.dp_replicate is set; if they join and leave, it counts only this one's
+    groups."""
     parallel = config.parallel
     if meets_every_step(config) or parallel.dp_replicate > 1 or config.data_parallel.members:
         return parallel.dp_replicate
@@ -441,17 +476,17 @@ class MeshSizes:
 
     pp: int = 1
     dp: int = 1
-    """Replicas included."""
+    """All data-parallel ranks, replicas included."""
     dp_replicate: int = 1
-    """Groups of data-parallel ranks that each hold everything once."""
+    """Groups of data-parallel ranks that each hold the whole model."""
     cp: int = 1
     tp: int = 1
-    """Of two axes of tensor parallelism the first, x."""
+    """Ranks of tensor parallelism; with two axes, of the first (x)."""
     tp_y: int = 1
 
     @property
     def axes(self) -> dict[str, int]:
-        """By the name of the axis, both of tensor parallelism as one, in the order of `Runtime.sizes`."""
+        """Sizes by axis name, both axes of tensor parallelism as one, in the order of `Runtime.sizes`."""
         return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp * self.tp_y}
 
     @property
@@ -460,8 +495,8 @@ class MeshSizes:
 
 
 def mesh_of(config: RunConfig, world_size: int) -> MeshSizes:
-    """The mesh of a configuration that `spelled_out` has made, on so many ranks. Where parallel.tp is None,
-    tensor-parallel are those that the other axes leave."""
+    """Returns the mesh of a configuration that `spelled_out` returned. If parallel.tp is None, tp takes the
+    ranks that the other axes leave."""
     asked = config.parallel
     others = {"pp": asked.pp, "dp": asked.dp, "dp_replicate": replicas(config), "cp": asked.cp}
     if isinstance(asked.tp, Grid):
@@ -470,10 +505,10 @@ def mesh_of(config: RunConfig, world_size: int) -> MeshSizes:
 
 
 def with_pieces(config: RunConfig) -> RunConfig:
-    """The same configuration with the axis z of parallel.tp written as what it is: ZeRO 3 over groups of z
-    data-parallel ranks, of which there are parallel.dp. And {x = n} as the number n.
+    """Returns the configuration with axis z of parallel.tp written as ZeRO 3 over groups of z data-parallel
+    ranks, parallel.dp groups in all; and with {x = n} written as the number n.
 
-    Raises ConfigError where an axis has no ranks, or something else cuts weights or makes replicas.
+    Raises ConfigError if an axis has no ranks, or another option also cuts weights or makes replicas.
     """
     parallel = config.parallel
     grid = parallel.tp
@@ -483,8 +518,8 @@ def with_pieces(config: RunConfig) -> RunConfig:
         raise ConfigError(f"parallel.tp={grid} must have at least 1 rank on each axis.")
     if grid.z > 1 and not meets_every_step(config):
         raise ConfigError(
-            f"parallel.tp={grid}, whose ranks of z exchange gradients in every step, with "
-            f"data_parallel.method={config.data_parallel.method}; leave z or the method out."
+            f"parallel.tp={grid} has an axis z, whose ranks exchange gradients in every step, which "
+            f"data_parallel.method={config.data_parallel.method} does not; leave out z or the method."
         )
     for name, value, usual in (
         ("zero", parallel.zero, (1, 3)),
@@ -492,8 +527,8 @@ def with_pieces(config: RunConfig) -> RunConfig:
     ):
         if grid.z > 1 and value not in usual:
             raise ConfigError(
-                f"parallel.{name}={value} with parallel.tp={grid}: weights, gradients and states are cut "
-                "over z, and ranks of dp hold the same; leave it out."
+                f"parallel.{name}={value} with parallel.tp={grid}: axis z cuts weights, gradients and "
+                f"states already, and ranks of dp hold copies; leave out parallel.{name}."
             )
     parallel = dataclasses.replace(parallel, tp=grid.x if grid.y == 1 else Grid(grid.x, grid.y))
     if grid.z > 1:
@@ -508,7 +543,7 @@ def tokens_per_step(config: RunConfig) -> int:
 
 
 def with_steps(config: RunConfig) -> RunConfig:
-    """The same configuration with train.tokens, where it is given, written as train.steps."""
+    """Returns the configuration with train.tokens, if given, written as train.steps."""
     if not config.train.tokens:
         return config
     steps = -(-config.train.tokens // tokens_per_step(config))
@@ -516,13 +551,13 @@ def with_steps(config: RunConfig) -> RunConfig:
 
 
 def spelled_out(config: RunConfig) -> RunConfig:
-    """The same configuration with what stands for something else written as that. Raises ConfigError as
-    `with_pieces` does."""
+    """Returns the configuration with its shorthands (z in parallel.tp, train.tokens) written out. Raises
+    ConfigError as `with_pieces` does."""
     return with_steps(with_pieces(config))
 
 
 def warmup_steps(optimizer: Optimizer, steps: int) -> int:
-    """Steps of the warm-up of a run of `steps`."""
+    """Returns the number of warm-up steps in a run of `steps`."""
     if optimizer.warmup_steps is not None:
         return min(optimizer.warmup_steps, steps)
     if optimizer.warmup_fraction is not None:
@@ -531,15 +566,15 @@ def warmup_steps(optimizer: Optimizer, steps: int) -> int:
 
 
 def learning_rate(step: int, steps: int, optimizer: Optimizer) -> float:
-    """Learning rate of step `step` (from 1 to `steps`): linear warm-up to the peak, then downwards.
+    """Returns the learning rate of step `step` (from 1 to `steps`): linear warm-up to the peak, then decay.
 
         step <= warmup:   lr * step / warmup
         later:            lr * (f + (1 - f) * left(p)),   p = (step - begin) / (steps - begin)
 
-    with f = min_lr_fraction, so that step `warmup` has the peak and step `steps` has f times the peak.
-    left(p) is (1 + cos(pi p)) / 2 for cosine (Loshchilov and Hutter 2017, equation 5, without restarts),
-    1 - p for linear, both from begin = warmup on; for wsd 1 - sqrt(p) in the last decay_fraction of the
-    steps, and 1 before (Haegele et al. 2024, arXiv 2405.18392).
+    with f = min_lr_fraction: step `warmup` has the peak, step `steps` f times the peak. left(p) is (1 +
+    cos(pi p)) / 2 for cosine (Loshchilov and Hutter 2017, equation 5, without restarts) and 1 - p for linear,
+    both with begin = warmup. For wsd it is 1 - sqrt(p) in the last decay_fraction of the steps, 1 before that
+    (Haegele et al. 2024, arXiv 2405.18392).
     """
     begin = warmup_steps(optimizer, steps)
     if step <= begin:

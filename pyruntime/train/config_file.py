@@ -1,8 +1,8 @@
-"""A run's configuration from a TOML file or preset, and back.
+"""Reads a run's configuration from a TOML file or preset, and writes it back.
 
-A file holds sections named as the fields of `RunConfig` (`[train] steps = 300`). What it leaves out keeps its
-default. A file for several numbers of ranks says what is different on each in tables [ranks.N], whose keys
-are sections: `[ranks.16]` and below `parallel = {tp = 8, dp = 2}`.
+A file holds sections named as the fields of `RunConfig` (`[train] steps = 300`). Missing keys keep their
+default. A file may hold tables [ranks.N] with what differs on N ranks; their keys are sections: `[ranks.16]`
+and below it `parallel = {tp = 8, dp = 2}`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pyruntime.train.errors import ConfigError
 
 PRESET_DIR = Path(__file__).parent / "presets"
 BY_RANKS = "ranks"
-"""The tables of a file for several numbers of ranks."""
+"""Name of the tables [ranks.N]."""
 
 
 def preset_names() -> list[str]:
@@ -32,7 +32,7 @@ def preset_names() -> list[str]:
 
 
 def find(name_or_path: str) -> Path:
-    """The TOML file of a preset's name or of a path. Raises ConfigError when there is neither."""
+    """Returns the TOML file of a preset's name or of a path. Raises ConfigError if there is neither."""
     preset = PRESET_DIR / f"{name_or_path}.toml"
     if "/" not in name_or_path and os.path.isfile(preset):
         return preset
@@ -45,14 +45,14 @@ def find(name_or_path: str) -> Path:
 
 
 def load(path: Path, ranks: int = 1) -> RunConfig:
-    """The configuration in a TOML file for so many ranks. Raises ConfigError with the file's name, the key
-    and what was expected."""
+    """Returns the configuration that a TOML file gives for `ranks` ranks. Raises ConfigError with the file's
+    name, the key and what was expected."""
     return from_dict(_for_ranks(_values(path), ranks, str(path)), source=str(path))
 
 
 def ranks_of(path: Path) -> list[int]:
-    """The numbers of ranks that a file has tables for, ascending; none where it is the same for all. Raises
-    ConfigError."""
+    """Returns the numbers of ranks that a file has tables for, ascending; empty if it has none. Raises
+    ConfigError if the file cannot be read or is not valid."""
     return sorted(map(int, _tables(_values(path), str(path))))
 
 
@@ -66,7 +66,7 @@ def _values(path: Path) -> dict:
 
 
 def _tables(values: dict, source: str) -> dict[str, dict]:
-    """[ranks.N] by N."""
+    """Returns the tables [ranks.N] by N."""
     found = values.get(BY_RANKS, {})
     numbers = isinstance(found, dict) and all(re.fullmatch("[1-9][0-9]{0,8}", key) for key in found)
     if not numbers or not all(isinstance(each, dict) for each in found.values()):
@@ -78,7 +78,7 @@ def _tables(values: dict, source: str) -> dict[str, dict]:
 
 
 def _for_ranks(values: dict, ranks: int, source: str) -> dict:
-    """`values` with what [ranks.N] says in the place of what stands for all numbers of ranks."""
+    """Returns `values` with those of [ranks.N] put over them."""
     tables = _tables(values, source)
     values = {section: content for section, content in values.items() if section != BY_RANKS}
     if not tables:
@@ -86,8 +86,8 @@ def _for_ranks(values: dict, ranks: int, source: str) -> dict:
     if str(ranks) not in tables:
         numbers = ", ".join(sorted(tables, key=int))
         raise ConfigError(
-            f"{source} says how {numbers} ranks share the work, and not how {ranks} would; start one of "
-            f"these numbers, or have `python -m pyruntime plan --gpus {ranks} --config FILE` write a file."
+            f"{source} has tables for {numbers} ranks, and none for {ranks}; start one of these numbers, or "
+            f"write a file with `python -m pyruntime plan --gpus {ranks} --config FILE`."
         )
     for section, content in tables[str(ranks)].items():
         common = values.get(section)
@@ -97,7 +97,7 @@ def _for_ranks(values: dict, ranks: int, source: str) -> dict:
 
 
 def grid(text: str) -> Grid:
-    """The axes of {x=2,y=2}, as a file has them. Raises ValueError."""
+    """Parses axes as a file writes them, {x=2,y=2}. Raises ValueError."""
     try:
         return _convert(tomllib.loads(f"tp = {text}")["tp"], Grid)
     except (ValueError, TypeError):
@@ -105,7 +105,7 @@ def grid(text: str) -> Grid:
 
 
 def from_dict(values: dict, source: str) -> RunConfig:
-    """The configuration in nested dicts (section, key). `source` names their origin in errors."""
+    """Builds the configuration from nested dicts (section, key). `source` names their origin in errors."""
     hints = typing.get_type_hints(RunConfig)
     sections = {}
     for name, content in values.items():
@@ -125,7 +125,7 @@ def _section(cls: type, section: str, content: dict, source: str):
     for key, value in content.items():
         if why := why_gone(f"{section}.{key}"):
             if value != GONE[f"{section}.{key}"][0]:
-                raise ConfigError(f"{source}: {why} Take the line out of that file.")
+                raise ConfigError(f"{source}: {why} Delete the line from that file.")
             continue
         if key not in hints:
             raise ConfigError(f"{source}: [{section}] has no key {key}{_suggest(key, hints)}.")
@@ -139,7 +139,7 @@ def _section(cls: type, section: str, content: dict, source: str):
 
 
 def _convert(value, hint):
-    """`value` as the type `hint`, without guessing: only int to float and list to tuple. Raises TypeError."""
+    """Returns `value` as the type `hint`; converts only int to float, list to tuple. Raises TypeError."""
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
         for each in _alternatives(hint):
@@ -166,7 +166,7 @@ def _convert(value, hint):
 
 
 def _alternatives(hint) -> list:
-    """Of a union, but None, which no file says."""
+    """The types of a union without None, which a file cannot write."""
     return [each for each in typing.get_args(hint) if each is not types.NoneType]
 
 
@@ -189,7 +189,7 @@ def _suggest(name: str, known: typing.Iterable[str]) -> str:
 
 
 def to_toml(config: RunConfig) -> str:
-    """The configuration as TOML that `load` reads back to an equal one; fields that are None are left out."""
+    """Returns the configuration as TOML, without fields that are None; `load` reads back an equal one."""
     lines = []
     for section, values in vars(config).items():
         lines.append(f"[{section}]")

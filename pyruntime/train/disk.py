@@ -1,5 +1,4 @@
-"""Files that are there whole after a crash, folders of one program at a time, and what is said when they
-cannot be written."""
+"""Writes files that survive a crash whole, locks folders, and explains why a disk refused a write."""
 
 from __future__ import annotations
 
@@ -18,18 +17,18 @@ from pyruntime.train.errors import ConfigError, TrainingError
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 LOCK = "lock"
-"""In a folder that one program uses at a time: who. It stays there; what counts is the kernel's lock on it,
-which ends with the process however that ends."""
+"""File in a locked folder; it names the owner. The file stays there. Only the kernel's lock on it counts,
+which ends with the process, however that ends."""
 
 
 REMOVED = ".removed.partial"
-"""How the name of a folder ends that is being removed."""
+"""Suffix of a folder that is being removed."""
 
 
 def publish_folder(partial: Path, final: Path, progress: Callable[[], None] = lambda: None) -> None:
-    """`partial` takes the name `final`, so that a crash at any moment leaves all of it there or nothing: its
-    files reach the disk first, then its entries, and after the name the folder that the name stands in.
-    progress: called whenever the disk has taken one of these."""
+    """Renames `partial` to `final` so that a crash at any moment leaves all of it there or nothing. The disk
+    gets the files first, then their folder, then the name, then the parent folder. Calls `progress` after
+    each."""
     for path in [*filter(Path.is_file, sorted(partial.iterdir())), partial]:
         flush(path)
         progress()
@@ -44,8 +43,7 @@ def publish_folder(partial: Path, final: Path, progress: Callable[[], None] = la
 
 
 def remove_tree(folder: Path, ignore_errors: bool = False) -> None:
-    """Removes it and what is in it; of a link the link alone, wherever it leads. Raises OSError, unless
-    `ignore_errors`."""
+    """Removes `folder` and its content; of a link only the link. Raises OSError, unless `ignore_errors`."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -53,13 +51,13 @@ def remove_tree(folder: Path, ignore_errors: bool = False) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes it, its name first, so that a crash at any moment leaves all of it under its name or nothing.
-    A warning says what cannot be removed."""
+    """Removes `folder`. Renames it first, so that a crash at any moment leaves all of it under its name or
+    nothing. Warns about what cannot be removed."""
     gone, cause = folder, "not all of its files can be removed"
     try:
         if not folder.name.endswith(REMOVED):
             gone = folder.with_name(folder.name + REMOVED)
-            remove_tree(gone, ignore_errors=True)  # of an earlier try
+            remove_tree(gone, ignore_errors=True)  # left by an earlier try
             folder.rename(gone)
         remove_tree(gone, ignore_errors=True)
     except OSError as error:
@@ -69,13 +67,13 @@ def remove_folder(folder: Path) -> None:
 
 
 def without_links(path: str, flags: int) -> int:
-    """An opener for `open` that refuses a link: what it leads to is somebody else's."""
+    """Opener for `open` that refuses a link, since its target may belong to somebody else."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def flush(path: Path) -> None:
-    """What was written to that file or folder is on the disk when this returns; of a folder, where its file
-    system can do that (FUSE and shares of Windows, as a rule, cannot)."""
+    """Returns when the content of a file or folder is on the disk. Does nothing for a folder whose file
+    system cannot do that (FUSE and Windows shares, usually)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -87,9 +85,9 @@ def flush(path: Path) -> None:
 
 
 def in_use(folder: Path, held: contextlib.ExitStack, key: str) -> None:
-    """The folder is this process' until `held` is closed; where its file system has no locks (Lustre without
-    flock), a warning says that nothing sees to it. Raises ConfigError, which begins with `key`, where another
-    process has it, and OSError."""
+    """Locks `folder` for this process until `held` is closed. Only warns if the file system has no locks
+    (Lustre without flock). Raises ConfigError, beginning with `key`, if another process has it, and
+    OSError."""
     try:
         lock(folder, held)
     except InUse as error:
@@ -105,12 +103,12 @@ def in_use(folder: Path, held: contextlib.ExitStack, key: str) -> None:
 
 
 class InUse(Exception):
-    """Another process, which it names, has a folder."""
+    """Another process, named in the message, has a folder."""
 
 
 def lock(folder: Path, held: contextlib.ExitStack) -> None:
-    """The folder is this process' until `held` is closed, by a lock on a file in it: NFS has none on folders.
-    Raises InUse where another process has it, OSError, of `NO_LOCKS` where its file system has none."""
+    """Locks `folder` for this process until `held` is closed, by a file in it: NFS cannot lock folders.
+    Raises InUse if another process has it, OSError (of `NO_LOCKS` if the file system has no locks)."""
     path = folder / LOCK
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     held.callback(os.close, descriptor)
@@ -127,8 +125,7 @@ def lock(folder: Path, held: contextlib.ExitStack) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path, so: str = "") -> Iterator[None]:
-    """Raises TrainingError, a sentence that ends with `so`, where the disk that `path` is on refuses what is
-    written inside."""
+    """Raises TrainingError, ending with `so`, if the disk of `path` refuses a write inside the block."""
     try:
         yield
     except Exception as error:
@@ -143,18 +140,18 @@ def cannot_write(path: Path, cause: str, so: str = "") -> str:
 
 
 def free_space(path: Path) -> str:
-    """How much there is where `path` would be, in words."""
+    """Says how many MB are free where `path` would be."""
     there = next(each for each in (path, *path.absolute().parents) if each.exists())
     return f"{shutil.disk_usage(there).free / 1e6:,.0f} MB are free there"
 
 
 def _refusal_of_disk(error: BaseException | None) -> BaseException | None:
-    """What a file system said first, of an exception and its causes; None where it said nothing."""
+    """Returns the first file-system error among an exception and its causes; None if there is none."""
     found = None
     while error is not None:
-        # Connections are no files, and what nobody reads any more is none either.
+        # Errors of connections, broken pipes included, are not the disk's.
         of_files = isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError)
-        # safetensors raises a type of its own.
+        # safetensors raises its own type, so look for the text of a full disk.
         if of_files or any(os.strerror(number) in str(error) for number in FULL):
             found = error
         error = error.__cause__ or error.__context__
@@ -162,7 +159,7 @@ def _refusal_of_disk(error: BaseException | None) -> BaseException | None:
 
 
 def cause_of(error: BaseException) -> str:
-    """Why something could not be written, in words that follow a colon."""
+    """Says why something could not be written, in words that follow a colon."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, ConfigError):  # another rank's failure, in a sentence

@@ -7,17 +7,16 @@ from collections.abc import Iterator
 
 
 class ConfigError(ValueError):
-    """What was asked for is impossible: the command line exits with 2. The message is one sentence."""
+    """An impossible request: the command line exits with 2. The message is one sentence."""
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on: the command line exits with 1. The message is one sentence."""
+    """A failure that ends training: the command line exits with 1. The message is one sentence."""
 
 
 @contextlib.contextmanager
 def refusing(prefix: str = "", kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
-    """Around what checks a request: its exception of one of these kinds becomes a ConfigError, whose message
-    begins with `prefix`."""
+    """Turns an exception of `kinds` in the block into a ConfigError whose message begins with `prefix`."""
     try:
         yield
     except kinds as error:
@@ -25,6 +24,6 @@ def refusing(prefix: str = "", kinds: tuple[type[Exception], ...] = (ValueError,
 
 
 def require(condition: bool, sentence: str) -> None:
-    """Raises ConfigError with `sentence` where `condition` does not hold."""
+    """Raises ConfigError with `sentence` unless `condition` holds."""
     if not condition:
         raise ConfigError(sentence)

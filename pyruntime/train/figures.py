@@ -1,13 +1,12 @@
-"""What a step has found out, and when the ranks read it.
+"""The figures of a step (loss, gradient norm, waiting, bytes), and when ranks exchange and read them.
 
 With several ranks, or on a CPU, each step ends with one small exchange (`ExchangedFigures`). Replicas that
-train alone for rounds of steps exchange their figures when the log wants them (`RoundFigures`). A rank that
-is alone with its device does not wait for it in every step (`LateFigures`): reading a number would wait for
-all that the device was given, and it would then idle while the host prepares the next step. So loss and norm
-stay there until the log wants them. A step whose loss or gradient is not finite updates nothing, nor does any
-after it: the device sees to that, and whoever reads raises.
+synchronize rarely exchange their figures only when the log wants them (`RoundFigures`). A single rank with a
+GPU leaves loss and norm on the device until then (`LateFigures`): reading a number waits for all queued work,
+and the GPU would idle while the host prepares the next step. If a step's loss or gradient is not finite,
+neither it nor any later step updates anything: the device ensures that, and the reader raises.
 
-`Guard` says which steps are bad, from figures that all ranks have alike.
+`Guard` finds bad steps from figures that are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -25,11 +24,12 @@ from torch import Tensor
 from pyruntime import comm, ops
 from pyruntime.comm import Runtime
 from pyruntime.train.device import Device
+from pyruntime.train.watching.expert_load import ExpertLoad
 
 
 @dataclasses.dataclass(frozen=True)
 class StepFigures:
-    """One step, the same on every rank but for its seconds."""
+    """The figures of one step, the same on every rank except for its seconds."""
 
     step: int
     lr: float
@@ -45,6 +45,11 @@ class StepFigures:
     tp_bytes: int | None = None
     pp_bytes: int | None = None
     cp_bytes: int | None = None
+    expert_imbalance: dict[str, float] | None = None
+    rank_imbalance: dict[str, float] | None = None
+    router_entropy: dict[str, float] | None = None
+    balance_loss: float | None = None
+    router_z_loss: float | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -52,18 +57,18 @@ class StepFigures:
 
 
 AXES = ("tp", "cp", "pp", "dp", "checkpoint", "all")
-"""Of `Runtime.exposed_by_axis`, in the order in which ranks tell each other what it says."""
+"""Axes of `Runtime.exposed_by_axis`, in the order in which ranks exchange their seconds."""
 COUNTED = ("dp", "tp", "pp", "cp")
-"""Classes of traffic whose bytes a step has."""
+"""Traffic classes whose bytes are counted for each step."""
 SPIKE_OVER = 20
-"""Steps, whose mean gradient norm a spike is measured by."""
+"""Steps whose mean gradient norm a spike is compared with."""
 MOST_IN_A_ROW = 10
-"""Steps that may be skipped one after the other."""
+"""Skipped steps in a row at which the run ends."""
 
 
 class Guard:
-    """Tells bad steps: those whose loss or gradient is not finite, and spikes, whose gradient norm is above
-    `spike_factor` times the mean of the SPIKE_OVER before that counted (0: none is)."""
+    """Finds bad steps: those whose loss or gradient is not finite, and spikes. A spike is a gradient norm
+    above `spike_factor` times the mean of the last SPIKE_OVER steps that counted (0: never)."""
 
     def __init__(self, spike_factor: float):
         self._factor = spike_factor
@@ -71,11 +76,11 @@ class Guard:
         self.skipped = 0
         """Steps so far that updated nothing."""
         self.in_a_row = 0
-        """Those since the last that counted."""
+        """Skipped steps since the last that counted."""
 
     @property
     def norms(self) -> list[float]:
-        """Of the steps that the next one is compared with."""
+        """Gradient norms that the next step is compared with."""
         return list(self._norms)
 
     @property
@@ -84,12 +89,12 @@ class Guard:
         return self.in_a_row >= MOST_IN_A_ROW
 
     def resume(self, norms: Iterable[float], skipped: int, in_a_row: int) -> None:
-        """Goes on after steps with these norms, and so many that were skipped, the last ones in a row."""
+        """Continues after steps with these norms, `skipped` skipped steps, and `in_a_row` skipped last."""
         self._norms.extend(norms)
         self.skipped, self.in_a_row = skipped, in_a_row
 
     def why_bad(self, figures: StepFigures) -> str:
-        """Why the step is bad, in words that follow "Step 3: "; empty where it is not."""
+        """Returns why the step is bad, in words that follow "Step 3: "; empty if it is not."""
         if not figures.is_finite:
             return f"the loss is {figures.loss} and the gradient norm {figures.grad_norm}"
         if not self._factor or len(self._norms) < SPIKE_OVER:
@@ -103,60 +108,61 @@ class Guard:
         )
 
     def counted(self, figures: StepFigures) -> None:
-        """The step was taken."""
+        """Records a step that updated the weights."""
         self.in_a_row = 0
         if self._factor:
             self._norms.append(figures.grad_norm)
 
     def skip(self) -> None:
-        """The step updated nothing."""
+        """Records a step that updated nothing."""
         self.skipped += 1
         self.in_a_row += 1
 
 
 class Figures(Protocol):
-    """Collects what steps find. Each step calls `begin`, then `add`; `read` returns what is known of them."""
+    """Collects the figures of steps. Each step calls `begin`, then `add`; `read` returns them."""
 
     signum: int
-    """Signal that a rank was sent, the same on all; 0: none."""
+    """Signal that a rank received, the same on all ranks; 0: none."""
 
     @property
     def is_late(self) -> bool:
-        """Whether `read` may be left for a later step, and then returns several."""
+        """Whether `read` may wait for a later step, and then returns several."""
 
     def begin(self) -> None:
-        """A step begins."""
+        """Marks the beginning of a step."""
 
     def forget_exposed(self) -> None:
-        """What ranks have waited up to now is not the next step's."""
+        """Leaves the waiting up to now out of the next step's figures."""
 
     def add(self, step: int, lr: float, loss: Tensor, square: Tensor, signum: int) -> float | Tensor:
-        """Keeps a step's figures. Returns the gradient's norm, NaN where the step must not update."""
+        """Records a step's figures. Returns the gradient norm; NaN if the step must not update."""
 
     def own(self) -> StepFigures:
-        """Of the step that was added last, as this rank has it."""
+        """Returns this rank's figures of the step added last."""
 
     def read(self) -> list[StepFigures]:
-        """All that were added since the last call, oldest first, up to the first that is not finite. Every
-        rank calls it."""
+        """Returns all steps added since the last call, oldest first, up to the first that is not finite.
+        Every rank calls it."""
 
 
 class ExchangedFigures:
-    """Every rank tells all others its [loss, square, memory, stop request, bytes] in every step, and what it
-    has waited of the time since it told them last: with that ends what counts as the step's exposed
-    communication and bytes."""
+    """Exchanges [loss, square, memory, stop request, bytes, exposed shares] between all ranks in every step.
+    A step's exposed communication and bytes are those since the previous exchange. watched: whether the waits
+    of a device's stream are counted; else their seconds are not known."""
 
     is_late = False
 
-    def __init__(self, runtime: Runtime, device: Device):
-        self._runtime, self._device = runtime, device
+    def __init__(self, runtime: Runtime, device: Device, watched: bool, load: ExpertLoad):
+        self._runtime, self._device, self._load = runtime, device, load
+        self._knows_exposed = watched or not device.is_gpu
         self.signum = 0
         self._memory_bytes, self._started = 0, 0.0
         self._since, self._exposed_s = time.perf_counter(), _no_seconds()
         self._bytes_read = [0] * len(COUNTED)
         self._found: StepFigures | None = None
         self._shares = _no_seconds()
-        """Of the step that was added last, what was exposed by axis."""
+        """Exposed shares by axis, of the step added last."""
 
     def begin(self) -> None:
         self._started = time.perf_counter()
@@ -165,18 +171,20 @@ class ExchangedFigures:
         self._since, self._exposed_s = time.perf_counter(), _exposed(self._runtime)
         self._bytes_read = [comm.bytes_read(each) for each in COUNTED]
 
-    def add(self, step: int, lr: float, loss: Tensor | float, square: Tensor, signum: int) -> float | Tensor:
-        """Returns the norm over all ranks, NaN where the loss is not finite."""
+    def add(self, step: int, lr: float, loss: Tensor, square: Tensor, signum: int) -> float | Tensor:
+        """Returns the norm over all ranks; NaN if the loss is not finite."""
+        # First: a device has then done what its waits are counted of.
+        *own, loads = _on_host(loss, square, self._load.take())
         until, exposed_s = time.perf_counter(), _exposed(self._runtime)
-        # The kernel's figure of the CPU is not exact.
+        # The kernel's figure of a CPU process is not exact, so keep the largest.
         self._memory_bytes = max(self._memory_bytes, self._device.peak_memory_bytes())
         bytes_read = [comm.bytes_read(each) for each in COUNTED]
         shares = (exposed_s - self._exposed_s) / (until - self._since)
         self._since, self._exposed_s = until, exposed_s
         read = [now - before for now, before in zip(bytes_read, self._bytes_read, strict=True)]
         self._bytes_read = bytes_read
-        mine = [float(loss), float(square), self._memory_bytes, signum, *read, *shares.tolist()]
-        told = exchange(mine, self._runtime)
+        mine = [*own, self._memory_bytes, signum, *read, *shares.tolist()]
+        told, loads = exchange([*mine, *loads], self._runtime).split([len(mine), len(loads)], -1)
         losses, squares, memory, stops, *reads = told[..., : -len(AXES)].unbind(-1)
         of_ranks = told[..., -len(AXES) :].flatten(0, -2)
         self._shares = of_ranks[_most_exposed(of_ranks)]
@@ -195,6 +203,7 @@ class ExchangedFigures:
             tp_bytes=of_tp if sizes.tp > 1 else None,
             pp_bytes=of_pp if sizes.pp > 1 else None,
             cp_bytes=of_cp if sizes.cp > 1 else None,
+            **self._load.figures(loads.flatten(0, -2)),
         )
         return self._found.grad_norm if math.isfinite(self._found.loss) else math.nan
 
@@ -202,24 +211,24 @@ class ExchangedFigures:
         assert self._found is not None
         seconds = time.perf_counter() - self._started
         found = dataclasses.replace(self._found, step_time_s=seconds)
-        if self._device.is_cuda:
+        if not self._knows_exposed:
             return found
         exposed_s = self._shares * seconds
         by_axis = _by_axis(exposed_s, self._runtime)
         return dataclasses.replace(found, exposed_comm_s=float(exposed_s.sum()), exposed_by_axis_s=by_axis)
 
     def read(self) -> list[StepFigures]:
-        """With the seconds that the step has taken up to now."""
+        """Returns the step's figures; its seconds run up to this call."""
         return [self.own()]
 
 
 class RoundFigures:
-    """Of replicas that do not meet in every step: the ranks of one tell each other loss and square in every
-    step; what all replicas found is exchanged when it is read, at the same steps on all ranks. A loss or norm
-    is the mean over the replicas, memory and bytes are the maximum, seconds rank 0's.
+    """Figures of replicas that synchronize rarely. The ranks of one replica exchange loss and square in every
+    step. The figures of all replicas are exchanged when they are read, at the same steps on all ranks. Loss
+    and norm are means over the replicas, memory and bytes maxima, seconds rank 0's.
 
-    inner: the ranks over which a replica's gradients are summed; None: this one alone. outer_stats: seconds
-    and bytes of the replicas' meetings since the start; counts_apart: `comm` does not count those seconds.
+    inner: the ranks over which a replica's gradients are summed; None: this rank only. outer_stats: seconds
+    and bytes of synchronization since the start. counts_apart: `comm` does not count those seconds.
     """
 
     is_late = True
@@ -240,7 +249,7 @@ class RoundFigures:
         ]
         self._axes = [axis for axis in axes if comm.group_size(axis) > 1]
         self._sums = (1 if inner is None else comm.group_size(inner)) * runtime.sizes.tp
-        """Ranks whose losses add up to that of a replica, as often."""
+        """Number of times that the sum over a replica's ranks counts its loss."""
         self.signum = 0
         self._signal = 0
         self._steps: list[tuple[int, float]] = []
@@ -253,7 +262,7 @@ class RoundFigures:
         self._started = time.perf_counter()
 
     def _end_step(self) -> None:
-        """Enters what the step that was added last has taken, unless that is done."""
+        """Completes the figures of the step added last, unless they are complete."""
         if not self._found or len(self._found[-1]) == self.NUMBERS:
             return
         until, memory = time.perf_counter(), self._device.peak_memory_bytes()
@@ -275,9 +284,9 @@ class RoundFigures:
     def forget_exposed(self) -> None:
         self._since, self._before = time.perf_counter(), self._counted()
 
-    def add(self, step: int, lr: float, loss: Tensor | float, square: Tensor, signum: int) -> float:
-        """Returns the norm of this replica's gradient, NaN where its loss is not finite."""
-        told = torch.tensor([float(loss), float(square)], dtype=torch.float64)
+    def add(self, step: int, lr: float, loss: Tensor, square: Tensor, signum: int) -> float:
+        """Returns the norm of this replica's gradient; NaN if its loss is not finite."""
+        told = torch.tensor(_on_host(loss, square)[:2], dtype=torch.float64)
         for axis in self._axes:
             told = ops.all_gather_stats(told, comm.group_name(axis)).sum(0)
         loss, norm = float(told[0]) / self._sums, math.sqrt(float(told[1]))
@@ -301,32 +310,38 @@ class RoundFigures:
         return _up_to_bad(found)
 
     def _figures(self, step: int, lr: float, ranks: Tensor) -> StepFigures:
-        """ranks: float64 [ranks, NUMBERS]."""
+        """Combines `ranks`, float64 [ranks, NUMBERS]."""
         loss, norm, seconds, since, memory, outer, nbytes = ranks[:, : -len(AXES)].unbind(-1)
         shares = ranks[:, -len(AXES) :] / since[:, None]
         most, step_time_s = _most_exposed(shares), float(seconds[0])
         exposed_s = shares[most] * step_time_s
-        return StepFigures(
+        found = StepFigures(
             step,
             lr,
             loss=math.fsum(loss.tolist()) / len(ranks),
             grad_norm=math.fsum(norm.tolist()) / len(ranks),
             step_time_s=step_time_s,
-            exposed_comm_s=float(exposed_s.sum()),
+            exposed_comm_s=None,
             memory_bytes=int(memory.max()),
+            outer_bytes=int(nbytes.max()),
+        )
+        if self._device.is_gpu:  # its waits are not the host's
+            return found
+        return dataclasses.replace(
+            found,
+            exposed_comm_s=float(exposed_s.sum()),
             exposed_by_axis_s=_by_axis(exposed_s, self._runtime),
             outer_exposed_s=float(outer[most] / since[most]) * step_time_s,
-            outer_bytes=int(nbytes.max()),
         )
 
 
 class LateFigures:
-    """Of a rank that is alone: the steps since the last read() stay on the device."""
+    """Figures of a single rank, kept on the device until read() is called."""
 
     is_late = True
 
-    def __init__(self, device: Device):
-        self._device = device
+    def __init__(self, device: Device, load: ExpertLoad):
+        self._device, self._load = device, load
         self.signum = 0
         self._stopped = torch.zeros((), dtype=torch.bool, device=device.device)
         self._steps: list[tuple[int, float]] = []
@@ -338,7 +353,7 @@ class LateFigures:
             self._started = time.perf_counter()
 
     def forget_exposed(self) -> None:
-        """A rank alone waits for none."""
+        """Does nothing: a single rank waits for no other."""
 
     def add(self, step: int, lr: float, loss: Tensor, square: Tensor, signum: int) -> Tensor:
         """Returns the norm on the device; NaN from the first step on whose loss or norm is not finite."""
@@ -346,60 +361,68 @@ class LateFigures:
         figures = torch.stack([loss.double(), norm])
         self._stopped = self._stopped | figures.isfinite().all().logical_not()
         self._steps.append((step, lr))
-        self._figures.append(figures)
+        load = self._load.take()
+        self._figures.append(figures if load is None else torch.cat([figures, load]))
         self.signum = signum
         return norm.masked_fill(self._stopped, math.nan)
 
     def own(self) -> StepFigures:
-        """Of the step that was added last, or the first that is not finite. Waits for the device."""
+        """The figures of the step added last, or of the first non-finite one. Waits for the device."""
         return self.read()[-1]
 
     def read(self) -> list[StepFigures]:
-        """Waits for the device."""
+        """Returns the steps since the last call. Waits for the device."""
         if not self._steps:
             return []
         figures = torch.stack(self._figures).tolist()
         seconds = (time.perf_counter() - self._started) / len(self._steps)
         memory = self._device.peak_memory_bytes()
         found = [
-            StepFigures(step, lr, loss, norm, seconds, 0.0, memory)
-            for (step, lr), (loss, norm) in zip(self._steps, figures, strict=True)
+            StepFigures(
+                step, lr, loss, norm, seconds, 0.0, memory, **self._load.figures(torch.tensor([load]))
+            )
+            for (step, lr), (loss, norm, *load) in zip(self._steps, figures, strict=True)
         ]
         self._steps, self._figures = [], []
         return _up_to_bad(found)
 
 
 def _up_to_bad(found: list[StepFigures]) -> list[StepFigures]:
-    """Up to the first that is not finite."""
     bad = next((index for index, each in enumerate(found) if not each.is_finite), len(found))
     return found[: bad + 1]
 
 
+def _on_host(loss: Tensor, square: Tensor, load: Tensor | None = None) -> tuple[float, float, list[float]]:
+    """Returns the numbers. Waits for their device, once."""
+    both = torch.stack([loss.double(), square])
+    loss_, square_, *more = (both if load is None else torch.cat([both, load])).tolist()
+    return loss_, square_, more
+
+
 def _no_seconds() -> Tensor:
-    """Of each of AXES."""
     return torch.zeros(len(AXES), dtype=torch.float64)
 
 
 def _exposed(runtime: Runtime) -> Tensor:
-    """Seconds of this rank since the start, float64 [AXES]."""
+    """Returns this rank's exposed seconds since the start, float64 [AXES]."""
     seconds = runtime.exposed_by_axis()
     return torch.tensor([seconds.get(axis, 0.0) for axis in AXES], dtype=torch.float64)
 
 
 def _most_exposed(shares: Tensor) -> int:
-    """The rank that has waited for most of its own time, of [ranks, AXES]. Seconds would not do: one rank's
-    are not those of another's step, which may begin later, as that of who writes the log."""
+    """The rank that waited for the largest share of its own time, of [ranks, AXES]. Seconds do not compare:
+    steps of ranks begin and end at other times, as on the rank that writes the log."""
     return int(shares.sum(-1).argmax())
 
 
 def _by_axis(exposed_s: Tensor, runtime: Runtime) -> dict[str, float] | None:
-    """Of the axes that there are; None where none is."""
+    """Returns the seconds of the axes in use; None if there are none."""
     sizes = {**runtime.sizes._asdict(), "all": runtime.world.size() if runtime.mesh.ndim > 1 else 1}
     seconds = dict(zip(AXES, exposed_s.tolist(), strict=True))
     return {axis: each for axis, each in seconds.items() if each or sizes.get(axis, 1) > 1} or None
 
 
 def exchange(mine: list[float], runtime: Runtime) -> Tensor:
-    """The numbers of every rank, float64 [pp, dp, cp, tp, n], on every rank."""
+    """Returns the numbers of every rank on every rank, float64 [pp, dp, cp, tp, n]."""
     told = ops.all_gather_stats(torch.tensor(mine, dtype=torch.float64), comm.group_name(runtime.world))
     return runtime.by_axes(told)

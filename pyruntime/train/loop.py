@@ -2,19 +2,19 @@
 
 A step with A micro-batches, on each rank:
 
-    for each micro-batch:   loss = model(ids, labels);  (loss / A).backward()
-    reduce                  what is left of the gradients, over data- and context-parallel ranks
+    for each micro-batch:   loss = model(ids, labels);  (weight * loss / A).backward()
+    reduce                  the gradients not yet summed, over data- and context-parallel ranks
     one exchange            every rank's [loss, sum of squares, exposed shares, memory, stop request]
     one pass                AdamW, or Muon, with the clipping coefficient as a factor on the gradients
 
-All ranks of a tensor-parallel group see the same batches; data-parallel ranks share the sequences of a step,
-and context-parallel ranks the tokens of a sequence. All decide on the same exchanged numbers, so they stay in
-step without further messages. The stages of a pipeline run the micro-batches as their schedule says
-(`pipelined.py`); the last one has the losses. When numbers are read: `figures.py`.
+All ranks of a tensor-parallel group see the same batches. Data-parallel ranks share the sequences of a step,
+and context-parallel ranks the tokens of a sequence. All ranks decide from the same exchanged numbers, so they
+stay in step without further messages. Pipeline stages run the micro-batches in the order of their schedule
+(`pipelined.py`); the last stage has the losses. `figures.py` says when the numbers are read.
 
-Where data_parallel.method lets replicas meet less often, all of this is within one replica, and after every
-step comes `OuterOptimizer.step`. After the last step replicas are one model again. Where replicas come and go
-(data_parallel.members), the run is joined first, and the service says whose sequences a round takes.
+If data_parallel.method lets replicas synchronize rarely, all of this happens within one replica, and
+`OuterOptimizer.step` follows every step. After the last step the replicas are one model again. If replicas
+join and leave (data_parallel.members), the job first joins the run, and the service deals out sequences.
 """
 
 from __future__ import annotations
@@ -66,16 +66,15 @@ from pyruntime.train.slow.rebalance import Move
 from pyruntime.train.watching.step_profile import StepProfile
 
 MOST_NAMES = 3
-"""Of parameters, in the sentence about a gradient that is not finite."""
+"""Parameters named in the error about a gradient that is not finite."""
 SAVING_FAILED = 1000
-"""In the place of a signal, above all of them: ranks tell each other, and end after the same step."""
+"""Sent in place of a signal, and greater than any: ranks exchange it, and all end after the same step."""
 
 
 class Trainer:
-    """Trains `model` on `corpus` over the mesh of `runtime`, whose ranks make one each. With a pipeline
-    `model` is this rank's part of it. Checkpoints lie in `run_dir`.
-
-    Raises ConfigError on every rank where the model of one has no parameter to train."""
+    """Trains `model` on `corpus` over the mesh of `runtime`; every rank makes one. In a pipeline `model` is
+    this rank's part. Checkpoints are saved in `run_dir`. Raises ConfigError on every rank if one has nothing
+    to train."""
 
     def __init__(
         self,
@@ -94,30 +93,30 @@ class Trainer:
         self.sharded = sharded_of(run, model, within)
         self.optimizer = optimizer_of(run, model, self.sharded, runtime)
         self.member = open_member(run, corpus, runtime)
-        """Of a run whose replicas come and go."""
+        """This replica's membership, if replicas join and leave."""
         self.outer = outer_of(run, self.sharded, within, between, self.member, runtime)
-        """Of replicas that do not meet in every step."""
+        """The outer optimizer; None if replicas synchronize in every step."""
         self._pipelined, self._slow = stages_of(run, model, self.sharded, runtime)
         self._types = placement_check(run, model, self.sharded, runtime)
-        self._figures = figures_of(run, within, self.outer, runtime)
+        self._figures = figures_of(run, model, within, self.outer, runtime, self._slow is not None)
         self._guard = Guard(run.config.optimizer.spike_factor)
         self._skips = run.config.optimizer.on_bad_step == "skip"
         self._saver = Saver(run_dir, self.sharded, runtime.world, run.config.checkpoint, self.outer)
         self._batches, self._validation = batches_of(run, corpus, runtime), validation_of(run, corpus)
         self._backward_seed = torch.tensor(1.0 / run.micro_batches, device=runtime.device)
         self._moved: Sequence[int] = ()
-        """Layers of each stage, where they have been moved to these."""
+        """Layers of each stage, if they have moved."""
         self.move: Move | None = None
-        """What `fit` has ended for before the last step: layers that move between stages, as the checkpoint
-        says that it has saved."""
+        """Layers about to move between stages, for which `fit` ended early; the saved checkpoint records
+        them."""
         self.step = self._samples = 0
         self.tiers = Report(())
         self._deal: Sequence[int] = ()
-        """Of the checkpoint that was resumed, where replicas come and go."""
+        """The deal of the resumed checkpoint, if replicas join and leave."""
         self._resumed: tuple[Path, int] | None = None
 
     def resume(self, folder: Path) -> None:
-        """Loads weights, optimizer state, what compression lost, and step of the checkpoint in `folder`."""
+        """Loads weights, optimizer state, compression residuals and step from the checkpoint in `folder`."""
         found = checkpoint.load(folder, self._run.facts, self.sharded, self._runtime.world, self.outer)
         self.step, self._deal = found.step, found.deal
         self._samples = found.samples
@@ -128,17 +127,17 @@ class Trainer:
 
     @property
     def saved(self) -> Path | None:
-        """The newest checkpoint of this run that is there; None where it has saved none."""
+        """The newest checkpoint that this run has saved; None if there is none."""
         return self._saver.newest
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest one that this run has saved, else the one that it goes on with."""
+        """The newest checkpoint that this run has saved, else the one that it resumed from."""
         return self.saved or (self._resumed and self._resumed[0])
 
     def join(self) -> bool:
-        """Where replicas come and go: returns when this one is a member of the run, at its step. False: the
-        others have taken the last one. Raises the errors of `Member`."""
+        """Joins the run if replicas join and leave, and returns at its step. Returns False if the others have
+        taken the last step. Raises the errors of `Member`."""
         if self.member is None:
             return True
         assert self.outer is not None
@@ -152,16 +151,18 @@ class Trainer:
 
     @property
     def save_took(self) -> tuple[int, float] | None:
-        """Where a stop is to save: the step of the newest checkpoint of this run, and the seconds it took;
-        None: there is none."""
+        """Step and seconds of this run's newest checkpoint; None if there is none, or a stop does not
+        save."""
         return self._saver.took if self._config.checkpoint.save_on_stop else None
 
     def what_is_not_resumed(self, folder: Path) -> str:
-        """In words: of the checkpoint in `folder`; empty where all of it is."""
+        """Says what the run cannot load from the checkpoint in `folder`; empty if it loads everything."""
         return checkpoint_folder.why_residuals_are_left(folder, self._run.facts)
 
     def close(self) -> None:
-        """The model is as it was, with its current weights."""
+        """Restores the unsharded model, with its current weights."""
+        if self._slow is not None:
+            self._slow.close()
         if self._pipelined is not None:
             self._pipelined.close()
         if self.outer is not None:
@@ -171,13 +172,12 @@ class Trainer:
     def fit(
         self, ledger: StepLedger | None = None, profile: StepProfile | None = None
     ) -> Iterator[StepMetrics]:
-        """Runs the steps that are left, each entered in `ledger` and recorded by `profile` where it wants it,
-        and yields what was measured after each, on every rank. Ends before them, at a checkpoint, where
-        layers are to move: see `move`.
+        """Takes the remaining steps and yields each one's metrics, on every rank. `ledger` enters every step,
+        `profile` records those it wants. Ends early, at a checkpoint, if layers must move: see `move`.
 
-        Leaves a resumable checkpoint behind. Raises `Stopped` on all ranks after a step in which any of them
-        was sent a signal, and TrainingError where loss or gradient are no longer finite, or spike, and such
-        steps are not skipped, or too many are.
+        Leaves a resumable checkpoint. Raises `Stopped` on all ranks after a step in which any of them
+        received a signal. Raises TrainingError if a step is bad (loss or gradient not finite, or a spike) and
+        bad steps are not skipped, or too many were.
         """
         train, every_steps = self._config.train, self._config.checkpoint.every_steps
         comm.keep_freed_memory()
@@ -221,15 +221,15 @@ class Trainer:
                 raise Stopped(signum, self._stop_sentence())
 
     def _look_for_slow(self) -> list[Finding]:
-        """What is new of slow ranks and links after this step, where a look is due. Where a checkpoint is
-        too, and the run goes on, decides whether layers move."""
+        """Returns new findings about slow ranks and links, if a look is due after this step. If a checkpoint
+        is also due, and the run continues, decides whether layers move."""
         slow, every_steps = self._slow, self._config.checkpoint.every_steps
         if slow is None:
             return []
         news = []
         if self.step % slow.every == 0:
             news = slow.look()
-            self._figures.forget_exposed()  # waiting in it is not the next step's
+            self._figures.forget_exposed()  # the next step does not count waiting in the look
         is_last = self.step == self._config.train.steps
         if self._config.parallel.rebalance == "on" and self._is_due(every_steps) and not is_last:
             is_moved = bool(self._moved)
@@ -237,10 +237,10 @@ class Trainer:
         return news
 
     def _train_step(self, step: int) -> tuple[list[StepFigures], int]:
-        """Takes one step. Returns what is known of the steps since the last that were, and a signal."""
+        """Takes one step. Returns the figures of the steps since the last read, and a signal."""
         figures = self._figures
         figures.begin()
-        # Before the backward pass, in which the step is taken ahead of its norm.
+        # Set before the backward pass, which may update weights before the norm is known.
         self.optimizer.lr = lr = learning_rate(step, self._config.train.steps, self._config.optimizer)
         loss = self._forward_and_backward(step)
         square = self.optimizer.squared_norm()
@@ -257,8 +257,8 @@ class Trainer:
         return figures.read(), figures.signum
 
     def _update(self, norm: float | torch.Tensor) -> None:
-        """Takes the step, or skips it. Raises TrainingError where the step is known to be bad and not to be
-        skipped, before anything has changed."""
+        """Takes or skips the step. If the step is known to be bad and bad steps are not skipped, raises
+        TrainingError before anything changes."""
         if self._figures.is_late:
             try:
                 self.optimizer.step(norm)
@@ -285,8 +285,9 @@ class Trainer:
                 names = () if figures.is_finite else error.parameters
                 raise self._bad(figures, why, names) from error
 
-    def _forward_and_backward(self, step: int) -> torch.Tensor | float:
-        """Of all micro-batches; their mean loss, in a pipeline the last stage's."""
+    def _forward_and_backward(self, step: int) -> torch.Tensor:
+        """Runs all micro-batches; returns their mean loss, in a pipeline on the last stage. Each counts by
+        its targets, so that the mean over ranks is the mean over the targets of all."""
         train = self._config.train
         if self.member is not None:
             self._samples = (self.member.step_of_data(step) - 1) * train.batch_size
@@ -297,7 +298,7 @@ class Trainer:
         checking = self._types or contextlib.nullcontext()
         if self._pipelined is not None:
             with checking:
-                return self._pipelined.step(micro, float(self._backward_seed))
+                return self._pipelined.step(micro, 1.0 / self._run.micro_batches)
         loss = torch.zeros((), device=self._device.device)
         for each in micro:
             is_last = each is micro[-1]
@@ -306,13 +307,14 @@ class Trainer:
             if self._types is not None:
                 self._types.expect(loss_micro, "The loss", tp="replicated", cp="partial")
             accumulating = contextlib.nullcontext() if is_last else self.sharded.accumulate()
+            seed = self._backward_seed if each.weight == 1 else self._backward_seed * each.weight
             with accumulating, marked("backward"):
-                loss_micro.backward(self._backward_seed)
-            loss += loss_micro.detach() * self._backward_seed
+                loss_micro.backward(seed)
+            loss += loss_micro.detach() * seed
         return loss
 
     def _mine(self, batch: Batch) -> Batch:
-        """This rank's tokens of whole sequences, where it computes; the documents of all."""
+        """Returns this rank's tokens of whole sequences, on its device, and the documents of all."""
         context = self.model.context
         ids, labels = (
             self._device.put(tokens if context is None else context.shard(tokens))
@@ -321,10 +323,10 @@ class Trainer:
         if self._types is not None:
             for tokens in (ids, labels):
                 self._types.mark(tokens, cp="sharded")
-        return Batch(ids, labels, batch.documents)
+        return dataclasses.replace(batch, ids=ids, labels=labels)
 
     def _check_replicated(self) -> None:
-        """Raises PlacementError where ranks are about to take different steps."""
+        """Raises PlacementError if ranks are about to take different steps."""
         optimizer = self.optimizer
         numbers = {
             "optimizer.lr": optimizer.lr,
@@ -335,15 +337,16 @@ class Trainer:
         check_replicated(rows, axes, numbers, self._runtime.world)
 
     def validate(self) -> dict[str, tuple[float, int]]:
-        """Mean loss over the windows of each validation set, in nats per token, and their tokens; the same on
-        every rank."""
+        """Returns for each validation set the mean loss, in nats per target, and its targets;
+        the same on every rank."""
         sets, dp = self._corpus.sets, self._runtime.sizes.dp
-        totals, counts = [0.0] * len(sets), [0] * len(sets)
+        totals = torch.zeros(len(sets), dtype=torch.float64, device=self._device.device)
+        counts = [0] * len(sets)
         for number, batch in self._validation:
-            counts[number] += batch.ids.numel()
+            counts[number] += batch.targets
         self.model.eval()
         with torch.no_grad():
-            # As many forward passes on every rank: weights may be gathered under them.
+            # Every rank makes the same number of forward passes, since they may gather weights.
             for first in range(0, len(self._validation), dp):
                 index = first + self._runtime.coordinate.dp
                 number, whole = self._validation[min(index, len(self._validation) - 1)]
@@ -351,18 +354,19 @@ class Trainer:
                 if self._pipelined is not None:
                     loss = self._pipelined.evaluate(batch)
                 else:
-                    loss = float(self.model(batch.ids, batch.labels, batch.documents))
-                totals[number] += loss * batch.ids.numel() if index < len(self._validation) else 0.0
+                    loss = self.model(batch.ids, batch.labels, batch.documents)
+                if index < len(self._validation):
+                    totals[number] += loss.double() * (batch.targets / self._runtime.sizes.cp)
         self.model.train()
-        sums = exchange(totals, self._runtime)[..., 0, :].flatten(0, 2).T.tolist()
+        sums = exchange(totals.tolist(), self._runtime)[..., 0, :].flatten(0, 2).T.tolist()
         return {
             each.name: (math.fsum(parts) / count, count)
             for each, parts, count in zip(sets, sums, counts, strict=True)
         }
 
     def _is_due(self, every: int, step: int | None = None) -> bool:
-        """Whether something that is done each `every` steps (0: never) and after the last is to be done
-        after this step."""
+        """Whether work that is due each `every` steps (0: never) and after the last step is due after this
+        one."""
         step = self.step if step is None else step
         return step == self._config.train.steps or (every > 0 and step % every == 0)
 
@@ -395,7 +399,7 @@ class Trainer:
 
     def _with_validation(self, metrics: StepMetrics) -> StepMetrics:
         losses = self.validate()
-        self._figures.forget_exposed()  # waiting in validation is not the next step's
+        self._figures.forget_exposed()  # the next step does not count waiting in validation
         tokens = sum(count for _, count in losses.values())
         nats = math.fsum(loss * count for loss, count in losses.values())
         size = math.fsum(losses[each.name][1] * each.bytes_per_token for each in self._corpus.sets)
@@ -405,10 +409,10 @@ class Trainer:
         )
 
     def _save(self, and_wait: bool) -> None:
-        """and_wait: until it is there; else it is written while the run goes on."""
+        """Saves a checkpoint: before it returns if `and_wait`, else while the run continues."""
         guard = self._guard
         if self.outer is not None:
-            self.outer.settle()  # what has been dealt is of the sums that are saved
+            self.outer.settle()  # so that the deal belongs to the sums that are saved
         facts = dataclasses.replace(
             self._run.facts,
             step=self.step,
@@ -429,18 +433,17 @@ class Trainer:
         return f"after step {self.step} of {self._config.train.steps}; {self._what_is_kept()}."
 
     def _lost_sentence(self) -> str:
-        """Where a signal has not waited for the end of a step."""
+        """The sentence for a signal that did not wait for the end of a step."""
         if self.step == self._config.train.steps:
             return self._stop_sentence()
         return f"in the midst of step {self.step + 1} of {self._config.train.steps}; {self._what_is_kept()}."
 
     def _what_is_kept(self) -> str:
-        """By a run that a signal ends."""
         ledger = f"; the ledger is in {self._run_dir}" if self._config.train.ledger else ""
         return self.what_is_saved() + ledger
 
     def what_is_saved(self) -> str:
-        """In words, for a run that ends here."""
+        """Says how to resume this run if it ends now."""
         saved = self.saved
         found = (self._run_dir, checkpoint_folder.step_of(saved)) if saved else self._resumed
         if found is None:

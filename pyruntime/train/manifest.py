@@ -1,7 +1,7 @@
-"""Checksums of a checkpoint's files: taken when it is saved, compared before anything of it is loaded.
+"""Checksums of a checkpoint's files: computed when it is saved, compared before anything is loaded.
 
-CHECKPOINT/manifest.json names every other file with its size and its SHA-256. It is written last, so a folder
-without one was never finished or was copied in part.
+CHECKPOINT/manifest.json lists every other file with its size and SHA-256. It is written last, so a folder
+without one was never finished, or was only partly copied.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ ADVICE = "copy the checkpoint again from where it is whole, or resume from an ol
 
 
 class DamagedError(ConfigError):
-    """A checkpoint is not what was saved: an older one may be."""
+    """A checkpoint is not what was saved; an older one may be whole."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Checksum:
-    """What a file held when it was saved."""
+    """Size and hash of a file when it was saved."""
 
     size: int
     """Bytes."""
@@ -33,14 +33,14 @@ class Checksum:
 
 
 def checksum(path: Path) -> Checksum:
-    """Of the file as it is now. Raises OSError."""
+    """Returns the checksum of the file as it is now. Raises OSError."""
     with open(path, "rb") as file:
         return Checksum(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def share(sizes: Mapping[str, int], rank: int, ranks: int) -> list[str]:
-    """The files that `rank` reads, so that all read about as many bytes: the largest goes first, to whoever
-    has the least."""
+    """Returns the files that `rank` reads, so that all ranks read about as many bytes: each file, largest
+    first, goes to the rank with the fewest bytes."""
     loads = [0] * ranks
     mine = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -57,18 +57,18 @@ def write(folder: Path, sums: Mapping[str, Checksum]) -> None:
 
 
 def read(folder: Path) -> dict[str, Checksum]:
-    """The manifest of a checkpoint. Raises DamagedError where there is none or it is damaged."""
+    """Returns the manifest of a checkpoint. Raises DamagedError if there is none or it is damaged."""
     path = folder / MANIFEST
     if not path.is_file():
         raise DamagedError(
-            f"checkpoint.resume: {folder} holds no {MANIFEST}, so nothing says that its files are whole: it "
-            f"was copied in part; {ADVICE}."
+            f"checkpoint.resume: {folder} holds no {MANIFEST}, so its files cannot be checked; it was only "
+            f"partly copied; {ADVICE}."
         )
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
         found = {str(name): Checksum(**content) for name, content in files.items()}
         whole = all(type(each.size) is int and isinstance(each.sha256, str) for each in found.values())
-        whole = whole and all(Path(name).name == name for name in found)  # of this folder
+        whole = whole and all(Path(name).name == name for name in found)  # only files of this folder
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         whole = False
     if not whole:
@@ -77,14 +77,14 @@ def read(folder: Path) -> dict[str, Checksum]:
 
 
 def check(folder: Path, name: str, expected: Mapping[str, Checksum]) -> None:
-    """Reads one file of a checkpoint whole. Raises DamagedError where it is not what was saved."""
+    """Reads one file of a checkpoint completely. Raises DamagedError if it is not what was saved."""
     finding = finding_of(folder, name, expected)
     if finding:
         raise refusal(folder, name, finding)
 
 
 def finding_of(folder: Path, name: str, expected: Mapping[str, Checksum]) -> str:
-    """What is wrong with one file of a checkpoint, which is read whole; empty: nothing."""
+    """Reads one file of a checkpoint completely and says what is wrong with it; empty: nothing."""
     if name not in expected:
         return f"{MANIFEST} does not name it"
     saved = expected[name]
@@ -93,7 +93,7 @@ def finding_of(folder: Path, name: str, expected: Mapping[str, Checksum]) -> str
         if size != saved.size:
             return f"it has {size} bytes and was saved with {saved.size}"
         return "" if checksum(folder / name) == saved else "its content is not what was saved (SHA-256)"
-    except (OSError, ValueError) as error:  # a name may hold what no file's can
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         return f"it cannot be read: {getattr(error, 'strerror', error)}"
 
 

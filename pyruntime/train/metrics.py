@@ -1,4 +1,4 @@
-"""What is measured in every step, and the file it is written to."""
+"""The metrics of every step, and the file they are written to."""
 
 from __future__ import annotations
 
@@ -25,61 +25,72 @@ class StepMetrics:
     loss: float
     """Mean over the step's tokens, in nats per token."""
     grad_norm: float
-    """Of the whole model, before clipping."""
+    """Norm over the whole model, before clipping."""
     lr: float
     tokens_per_second: float
-    """Of all ranks."""
+    """Over all ranks."""
     step_time_s: float
-    """Wall clock of the step on rank 0, which meets all others in it; without validation and checkpoint."""
+    """Wall clock of the step on rank 0, which synchronizes with all others in it; without validation and
+    checkpoint."""
     exposed_comm_s: float | None
-    """Seconds of the step in which the thread that computes waited for peers or moved bytes instead of
-    multiplying: the share of its time in the rank where it is largest. None for several ranks on devices,
-    where the host does not see it."""
+    """Exposed seconds of the step, in which the computing thread waited for peers or moved bytes instead of
+    multiplying: step_time_s times the largest share of any rank. None for several ranks on GPUs, where the
+    host cannot see it."""
     memory_bytes: int
-    """Peak memory of a rank so far: resident, workspaces shared with other ranks included, or on a device
-    in torch's tensors."""
+    """Peak memory of a rank so far: resident, with workspaces shared between ranks; on a GPU, in torch's
+    tensors."""
     exposed_by_axis_s: dict[str, float] | None = None
-    """exposed_comm_s of the rank that it is of, by axis ("tp", "cp", "pp", "dp"); "all" is the exchange of
-    figures that ends a step. None for a rank alone."""
+    """The parts of exposed_comm_s by axis ("tp", "cp", "pp", "dp"); "all" is the exchange of figures that
+    ends a step. None for a single rank."""
     outer_exposed_s: float | None = None
-    """Of exposed_comm_s, what was for replicas that do not meet in every step; None where they do."""
+    """The part of exposed_comm_s spent on replicas that synchronize rarely; None if there are none, and on
+    GPUs."""
     outer_bytes: int | None = None
-    """Most that a rank read of other replicas in this step; None where they meet in every step."""
+    """Most bytes that a rank read from other replicas in this step; None unless replicas synchronize
+    rarely."""
     dp_bytes: int | None = None
-    """Gradients and weights that a data-parallel rank took from others in the step, in bytes as they
-    travelled; None where there is one such rank."""
+    """Bytes of gradients and weights, as sent, that a data-parallel rank read from others in the step; None
+    if there is one such rank."""
     tokens_per_second_per_device: float | None = None
-    """Of one rank."""
+    """tokens_per_second divided by the ranks."""
     tp_bytes: int | None = None
-    """Rows and sums that a tensor-parallel rank took from others in the step, alike; None where there is one
-    such rank."""
+    """Bytes of rows and sums that a tensor-parallel rank read from others; None if there is one such rank."""
     pp_bytes: int | None = None
-    """Activations, and gradients of them, that a stage took from others in the step, alike; None without a
-    pipeline."""
+    """Bytes of activations and their gradients that a stage read from others; None without a pipeline."""
     cp_bytes: int | None = None
-    """Keys, values and their gradients that a context-parallel rank took from others, alike; None where there
-    is one such rank."""
+    """Bytes of keys, values and their gradients that a context-parallel rank read; None if there is one."""
     mfu: float | None = None
-    """Model FLOP/s as a share of the ranks' peak, where that is known."""
+    """Model FLOP/s as a share of the ranks' peak, if that is known."""
     predicted_step_s: float | None = None
-    """step_time_s as the planner predicts it, where it is told of a cluster."""
+    """The planner's prediction of step_time_s, if it was given a cluster."""
+    expert_imbalance: dict[str, float] | None = None
+    """Rows of the busiest expert over the mean, by number of the layer. None of a model without experts or
+    without losses of routers, for which the rows are counted, and if replicas synchronize rarely."""
+    rank_imbalance: dict[str, float] | None = None
+    """Rows of the busiest tensor-parallel rank's experts over the mean, by number of the layer."""
+    router_entropy: dict[str, float] | None = None
+    """Mean entropy of a token's probabilities of the experts, in nats, by number of the layer."""
+    balance_loss: float | None = None
+    """Mean over layers, not times its weight; 1 where experts get alike."""
+    router_z_loss: float | None = None
+    """Mean over layers, not times its weight."""
     eta_s: float | None = None
-    """Seconds to go after this step, at the pace of this process so far."""
+    """Seconds left after this step, at the pace of this process so far."""
     val_loss: float | None = None
-    """Validation loss in nats per token, where it was measured after this step."""
+    """Validation loss in nats per token, if it was measured after this step."""
     val_loss_per_byte: float | None = None
-    """The same in nats per byte of text."""
+    """Validation loss in nats per byte of text."""
     val_losses: dict[str, float] | None = None
-    """val_loss of each set to validate on, where there are several; val_loss is the mean over all tokens."""
+    """val_loss of each validation set, if there are several; val_loss is the mean over all tokens."""
     skipped: int | None = None
-    """Steps of the run that updated nothing so far, where this is one."""
+    """Steps of the run so far that updated nothing; set only if this is one."""
     slow: list[dict] | None = None
-    """What is new after this step of ranks and links that are slow, as `slow.judge.Finding`."""
+    """New findings about slow ranks and links after this step, as `slow.judge.Finding`."""
     moved: dict | None = None
-    """Which layers move between stages after this step, as `slow.rebalance.Move`."""
+    """Layers that move between stages after this step, as `slow.rebalance.Move`."""
 
     def to_json(self) -> str:
-        """Figures that are not finite, as null: the loss of a step that was skipped, or a validation's."""
+        """One line of JSON. Figures that are not finite become null, as a skipped step's loss."""
         values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         return json.dumps(finite(values), allow_nan=False)
 
@@ -93,15 +104,15 @@ FIGURES = tuple(
 
 
 class MetricsFile:
-    """RUN_DIR/metrics.jsonl, one object a line, each written out at once. `resume_at` drops lines past that
-    step."""
+    """Writes RUN_DIR/metrics.jsonl, one object a line, each flushed at once. `resume_at` drops lines after
+    that step."""
 
     def __init__(self, run_dir: Path, resume_at: int = 0):
         self.path = path = run_dir / FILE_NAME
         kept = (
             [line for line in read(path) if line["step"] <= resume_at] if resume_at and path.exists() else []
         )
-        # Renamed: who is killed here must not lose what earlier steps measured.
+        # Written aside and renamed: a kill here must not lose the earlier steps.
         shorter = path.with_name(path.name + ".new")
         shorter.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         shorter.replace(path)
@@ -119,14 +130,14 @@ class MetricsFile:
 
 
 def read(path: Path) -> list[dict]:
-    """The lines of a metrics file, a torn last one left out. Raises ConfigError where another one does not
-    hold a step's figures."""
+    """Returns the lines of a metrics file, without a torn last one. Raises ConfigError if another line does
+    not hold a step's figures."""
     try:
         content = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     lines = [_parse(text) for text in content]
-    if None in lines[:-1]:  # every line that was written out ends
+    if None in lines[:-1]:  # only the last line may be torn
         raise ConfigError(
             f"{path}, line {lines.index(None) + 1} is damaged: it does not hold the figures of a step; "
             "remove that line."
@@ -135,7 +146,7 @@ def read(path: Path) -> list[dict]:
 
 
 def _parse(text: bytes) -> dict | None:
-    """The figures of a step, or None."""
+    """Returns the figures of a step; None if `text` does not hold them."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
@@ -155,10 +166,10 @@ def _is_figure(value: Any) -> bool:
 
 
 def peak_memory_bytes() -> int:
-    """Largest resident set of this process so far, in bytes, shared memory included.
+    """Returns the largest resident set of this process so far, in bytes, shared memory included.
 
-    Linux keeps it per address space (VmHWM); getrusage, used elsewhere, starts from that of the launching
-    process.
+    Linux counts it per address space (VmHWM). getrusage, the fallback, starts from the launching process's
+    peak.
     """
     with contextlib.suppress(OSError), open("/proc/self/status", "rb") as status:
         for line in status:

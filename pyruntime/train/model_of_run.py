@@ -1,4 +1,4 @@
-"""This rank's part of the model of a run, and at the end all of it."""
+"""Makes this rank's part of a run's model, and at the end the whole model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from pyruntime.context import Context
 from pyruntime.llama import Llama, load_weights
 from pyruntime.llama.elementwise import NoCompiler
 from pyruntime.llama.hf import check_shapes, read_config, saved_dtype
+from pyruntime.nn import RouterLosses
+from pyruntime.nn.parameters import Group
 from pyruntime.train import checkpoint
+from pyruntime.train.assembly import data_axes
 from pyruntime.train.config import RunConfig
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.resolved import ResolvedRun
@@ -25,19 +28,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def slices_of(run: ResolvedRun, runtime: Runtime) -> int:
-    """Causal slices inside a tensor-parallel group."""
+    """Returns the number of causal slices inside a tensor-parallel group."""
     config = run.config
     asked = config.parallel.tp_slices
     if asked != "auto":
         return asked
-    if config.parallel.cp > 1 or why_no_slices(config, run.mesh.tp):
+    whole = run.shape.mixture is not None or run.shape.qk_norm  # slices know neither
+    if whole or config.parallel.cp > 1 or why_no_slices(config, run.mesh.tp):
         return 1
     return 2 if crosses_hosts(runtime.tp, runtime.device) else 1
 
 
 def make_model(run: ResolvedRun, runtime: Runtime) -> Llama:
-    """This rank's part of the model, with the weights that a run starts from. Raises ConfigError where the
-    mesh does not fit the model, or its first weights cannot be read."""
+    """Makes this rank's part of the model, with the weights that the run starts from. Raises ConfigError if
+    the mesh does not fit the model, or the weights cannot be read."""
     config, source = run.config, run.config.model.init_from
     context = _context(run, runtime)
     if source:
@@ -54,11 +58,21 @@ def make_model(run: ResolvedRun, runtime: Runtime) -> Llama:
             slices=slices_of(run, runtime),
             z_loss=config.train.z_loss,
             part=run.part_of(runtime.coordinate.pp),
+            router_losses=_router_losses(run, runtime),
         )
     if source:
         with refusing("model.init_from: ", (ValueError, OSError)):
             load_weights(model, source)
     return model
+
+
+def _router_losses(run: ResolvedRun, runtime: Runtime) -> RouterLosses:
+    """The losses of experts' routers, over the tokens of all ranks that sum their gradients in every step."""
+    within, _ = data_axes(run, runtime)
+    groups: list[Group] = [runtime.tp] if runtime.sizes.tp > 1 else []
+    groups += [] if within is None else [within.get_group(dim) for dim in range(within.ndim)]
+    train, shares = run.config.train, 1 if within is None else within.size()
+    return RouterLosses(train.balance_loss, train.router_z_loss, groups, shares, 1.0 / run.micro_batches)
 
 
 def whole_model(run: ResolvedRun, runtime: Runtime, folder: Path) -> Llama:
@@ -69,7 +83,6 @@ def whole_model(run: ResolvedRun, runtime: Runtime, folder: Path) -> Llama:
 
 
 def _llama(run: ResolvedRun, runtime: Runtime, *, seed: int | None, **options: Any) -> Llama:
-    """`options` are Llama's."""
     return Llama(
         run.shape,
         runtime.tp_grid,
@@ -83,14 +96,14 @@ def _llama(run: ResolvedRun, runtime: Runtime, *, seed: int | None, **options: A
 
 
 def _context(run: ResolvedRun, runtime: Runtime) -> Context | None:
-    """How attention sees the tokens of other ranks; None where sequences are not cut over ranks."""
+    """Returns how attention reaches other ranks' tokens; None if sequences are not cut over ranks."""
     asked, cp = run.config.context, run.mesh.cp
     if cp == 1:
         return None
     heads = run.shape.num_key_value_heads // run.mesh.tp
     if asked.variant == "ulysses" and heads % cp:
         raise ConfigError(
-            f"context.variant=ulysses deals out heads, and parallel.cp={cp} does not divide "
+            f"context.variant=ulysses deals out heads, but parallel.cp={cp} does not divide "
             f"the {heads} key/value heads of a tensor-parallel rank; use "
             f"{' or '.join(VARIANTS_OF_WHOLE_HEADS)}."
         )
@@ -98,13 +111,13 @@ def _context(run: ResolvedRun, runtime: Runtime) -> Context | None:
 
 
 def words_of_dtype(config: RunConfig) -> str:
-    """Where weights leave in another type than they came in; empty where they do not, or are new."""
+    """A line for the log if weights leave in another type than they came in; else empty."""
     source = Path(config.model.init_from)
     if not config.model.init_from or not (source / "config.json").is_file():
         return ""
     try:
         came, leaves = saved_dtype(read_config(source)), DTYPES[config.train.dtype]
-    except ValueError:  # a type that has no name here: loading says what it takes
+    except ValueError:  # an unknown type: loading raises the error that names it
         return ""
     if came == leaves:
         return ""

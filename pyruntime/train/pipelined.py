@@ -17,13 +17,14 @@ from pyruntime.pipeline.executor import Pipeline
 from pyruntime.train.data.batches import Batch
 from pyruntime.train.resolved import ResolvedRun
 from pyruntime.train.slow.judge import WINDOWS
+from pyruntime.train.slow.own_clock import OwnClock, PassSpans
 from pyruntime.train.slow.rebalance import Move, best_move
-from pyruntime.train.slow.windows import SlowReport, own_seconds
+from pyruntime.train.slow.windows import SlowReport
 
 
 def shared_weights(run: ResolvedRun, model: Llama, runtime: comm.Runtime) -> dict[nn.Parameter, Holders]:
-    """The weights of this rank that another rank of the pipeline holds too: that of tied embeddings, on the
-    ranks of the first and the last stage where these are not one."""
+    """Returns the weights of this rank that another pipeline rank also holds: the tied embeddings, on the
+    ranks of the first and the last stage if these differ."""
     rank, ends = runtime.coordinate.pp, (run.placement[0], run.placement[-1])
     if not model.config.tie_word_embeddings or ends[0] == ends[1] or rank not in ends:
         return {}
@@ -33,8 +34,8 @@ def shared_weights(run: ResolvedRun, model: Llama, runtime: comm.Runtime) -> dic
 
 
 def move_of(run: ResolvedRun, runtime: comm.Runtime, slow: SlowReport, is_moved: bool) -> Move | None:
-    """Which layers are to move between stages now, the same on all ranks; None: none are. They stay while no
-    rank is slow, unless they have been moved before (is_moved): then they may move back."""
+    """Returns which layers move between stages now, the same on all ranks; None: none. Layers move only if a
+    rank is slow, or if they have moved before (is_moved) and may move back."""
     if len(slow.windows) < WINDOWS or not (slow.slow_ranks or is_moved):
         return None
     ranks = runtime.by_axes(torch.arange(runtime.world.size())).flatten(1).tolist()
@@ -42,14 +43,10 @@ def move_of(run: ResolvedRun, runtime: comm.Runtime, slow: SlowReport, is_moved:
     return best_move(slow.windows, ranks, run.placement, counts, slow.slow_ranks, slow.names)
 
 
-def _no_time() -> float:
-    return 0.0
-
-
 class Pipelined:
-    """This rank's stages of `model`, which has the `part_of` this rank; over the pipeline's ranks `pp`.
+    """Runs this rank's stages over the pipeline ranks `pp`. `model` has the layers `part_of` this rank.
 
-    sharded: takes the gradients of the model. is_timed: `layer_seconds` is asked for.
+    sharded: takes the model's gradients. clock: times the passes, for `take_spans`.
     """
 
     def __init__(
@@ -58,13 +55,15 @@ class Pipelined:
         model: Llama,
         pp: comm.Group,
         sharded: Sharded,
-        is_timed: bool = False,
+        clock: OwnClock | None = None,
     ):
-        self._clock = clock = own_seconds if is_timed else _no_time
-        self._model, self._step_s, self._loss_s = model, 0.0, 0.0
+        self._clock, self._model = clock, model
+        self._spans = PassSpans()
         self._slices, self._batch = run.slices, run.config.train.micro_batch_size
         self._stages = {
-            number: LlamaStage(model, run.layers[number], self._batch, self._slices, clock)
+            number: LlamaStage(
+                model, run.layers[number], self._batch, self._slices, clock.now if clock else None
+            )
             for number in run.schedule.stages_of(comm.group_rank(pp))
         }
         weight = next(model.parameters())
@@ -80,26 +79,28 @@ class Pipelined:
         )
 
     def _shapes(self, batch: int) -> list[tuple[int, int]]:
-        """Of this tensor-parallel rank's part of the residual stream, by slice."""
+        """Returns the shape of this tensor-parallel rank's rows of the residual stream, for each slice."""
         group = self._model.group
         rows = (len(torch.arange(batch * seq).tensor_split(group.size)[group.rank]) for seq in self._slices)
         return [(count, self._model.stream_features) for count in rows]
 
-    def step(self, micro_batches: Sequence[Batch], scale: float) -> float:
-        """Forward and backward of all micro-batches; the gradients are those of `scale` times the losses.
-        Returns their sum, of which the last stage alone has any."""
-        began = self._clock()
+    def step(self, micro_batches: Sequence[Batch], scale: float) -> Tensor:
+        """Runs forward and backward of all micro-batches; gradients are those of `scale` times the losses,
+        each by its weight.
+        Returns the sum of these on the last stage, 0 on others, float64 on the device."""
+        began = self._clock.now() if self._clock else None
         losses = self._pipeline.step(
             self._cut([each.ids for each in micro_batches]),
             self._loss(micro_batches, scale),
             [{"documents": each.documents} for each in micro_batches],
         )
-        self._step_s += self._clock() - began
-        return sum(float(part) for parts in losses for part in parts)
+        if self._clock and began:
+            self._spans.passes.append((began, self._clock.now()))
+        return self._sum(losses)
 
     @torch.no_grad()
-    def evaluate(self, whole: Batch) -> float:
-        """Mean loss of one batch, in the last stage; 0 in others."""
+    def evaluate(self, whole: Batch) -> Tensor:
+        """Returns the mean loss of one batch on the last stage, 0 on others, float64 on the device."""
         batch = len(whole.ids)
         for each in self._stages.values():
             each.batch = batch
@@ -113,35 +114,43 @@ class Pipelined:
         finally:
             for each in self._stages.values():
                 each.batch = self._batch
-        return sum(float(part) for parts in losses for part in parts)
+        return self._sum(losses)
 
-    def layer_seconds(self) -> float:
-        """What this rank did for layers since the last call, of what it did in `step`: their share of it is
-        that in forward passes, as backward passes take twice as long for either, and layers that are
-        computed anew are so once more."""
-        stages = self._stages.values()
-        layers = sum(each.layers_s for each in stages) * (4 / 3 if self._model.recompute == "full" else 1)
-        rest = sum(each.rest_s for each in stages) + self._loss_s
-        own, self._step_s, self._loss_s = self._step_s, 0.0, 0.0
-        for each in stages:
-            each.layers_s = each.rest_s = 0.0
-        return own * layers / (layers + rest) if own > 0 else 0.0
+    def take_spans(self) -> PassSpans:
+        """Returns what this rank did since the last call. Recomputed layers count once more."""
+        spans, self._spans = self._spans, PassSpans()
+        spans.weight = 4 / 3 if self._model.recompute == "full" else 1.0
+        for stage in self._stages.values():
+            for began, embedded, through, ended in stage.spans:
+                spans.layers.append((embedded, through))
+                spans.rest += [(began, embedded), (through, ended)]
+            stage.spans.clear()
+        return spans
 
     def close(self) -> None:
         self._pipeline.close()
 
+    def _sum(self, losses: list[list[Tensor]]) -> Tensor:
+        parts = [part for parts in losses for part in parts] or [next(self._model.parameters()).new_zeros(())]
+        return torch.stack(parts).sum(dtype=torch.float64)
+
     def _cut(self, tokens: Sequence[Tensor]) -> list[list[Tensor]]:
-        """[B, S] of every micro-batch, by slice."""
+        """Cuts [B, S] of every micro-batch into slices."""
         return [list(each.split(self._slices, 1)) for each in tokens]
 
     def _loss(self, micro_batches: Sequence[Batch], scale: float):
         cut = self._cut([each.labels for each in micro_batches])
+        context = self._model.context
 
         def loss(logits: Tensor, micro_batch: int, part: int) -> Tensor:
-            began = self._clock()
-            count = torch.tensor(sum(each.numel() for each in cut[micro_batch]))
-            value = self._model.loss(logits, cut[micro_batch][part].contiguous(), count) * scale
-            self._loss_s += self._clock() - began
+            began = self._clock.now() if self._clock else None
+            batch = micro_batches[micro_batch]
+            # A context sums the counts of its ranks.
+            count = torch.tensor(batch.targets / (context.size if context is not None else 1))
+            labels = cut[micro_batch][part].contiguous()
+            value = self._model.loss(logits, labels, count) * (scale * batch.weight)
+            if self._clock and began:
+                self._spans.rest.append((began, self._clock.now()))
             return value
 
         return loss

@@ -1,4 +1,4 @@
-"""What a configuration of the trainer is to the planner, and what it says of it."""
+"""Translates a trainer's configuration to the planner, and reads the planner's estimate of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyruntime.plan.models import ModelShape
 from pyruntime.plan.step import Predictor, StepSeconds
 from pyruntime.train.config import DataParallel, RunConfig
 
-if TYPE_CHECKING:  # the planner alone does without the model
+if TYPE_CHECKING:  # the planner by itself does not import the model
     from pyruntime.train.resolved import ResolvedRun
 
 TRAINER = Rules(
@@ -28,22 +28,22 @@ TRAINER = Rules(
     outer=10,
     made_whole=True,
 )
-"""This project's trainer in bf16 on CPU ranks of one host, by resident memory: gradients in the weights'
-type; over several data-parallel ranks sums of earlier micro-batches are fp32 and whole at every stage
-(docs/explanation/data-parallel.md). `heap` was measured (docs/how-to/plan-and-tune.md)."""
+"""Memory rules of this trainer in bf16 on CPU ranks of one host, by resident memory. Gradients have the
+weights' type. With several data-parallel ranks, sums of earlier micro-batches are fp32 and whole at every
+stage (docs/explanation/data-parallel.md). `heap` was measured (docs/how-to/plan-and-tune.md)."""
 DEVICE = dataclasses.replace(TRAINER, heap=0, peers_resident=False)
-"""The same on GPUs, where torch's allocator uses freed pieces again and memory of peers is not a rank's own.
-Derived; no GPU has been measured."""
+"""Memory rules on GPUs, where torch's allocator reuses freed memory, and peers' memory does not count as a
+rank's own. Derived; no GPU has been measured."""
 
 
 def rules_of(cluster: Cluster) -> Rules:
-    """What the trainer keeps in memory of a bf16 run there."""
+    """Returns the memory rules of a bf16 run on `cluster`."""
     return DEVICE if cluster.is_of_gpus else TRAINER
 
 
 def trainer_rules(config: RunConfig, cluster: Cluster | None = None) -> Rules:
-    """What the trainer keeps in memory of a run of that type on that device; `auto` is a GPU where `cluster`
-    has some, else a CPU. fp32 weights need no masters."""
+    """Returns the memory rules of a run in its dtype on its device; `auto` is a GPU if `cluster` has some,
+    else a CPU. fp32 weights need no master weights."""
     rules = DEVICE if _on_gpus(config, cluster) else TRAINER
     if config.train.dtype == "bf16":
         return rules
@@ -58,8 +58,8 @@ def _on_gpus(config: RunConfig, cluster: Cluster | None) -> bool:
 
 
 def estimate(run: ResolvedRun, cluster: Cluster | None = None) -> Memory:
-    """What the fullest rank of a run holds, as the planner has it; without a `cluster` of CPU ranks unless
-    train.device is cuda. What replicas that seldom meet keep is counted for CO2 alone."""
+    """Returns the planner's estimate of the memory of the fullest rank. Without `cluster`, ranks are on CPUs
+    unless train.device is cuda. Memory for rare synchronization is counted only for CO2."""
     config = run.config
     job, mesh = planned(run, cluster or Cluster.of_ranks(run.mesh.ranks))
     known = cluster is not None or _on_gpus(config, cluster)
@@ -68,7 +68,7 @@ def estimate(run: ResolvedRun, cluster: Cluster | None = None) -> Memory:
 
 
 def of_llama(name: str, config: LlamaConfig, preset: str = "") -> ModelShape:
-    return ModelShape(
+    shape = ModelShape(
         name,
         config.num_hidden_layers,
         config.hidden_size,
@@ -79,11 +79,22 @@ def of_llama(name: str, config: LlamaConfig, preset: str = "") -> ModelShape:
         config.vocab_size,
         tied=config.tie_word_embeddings,
         preset=preset,
+        head_norms=config.qk_norm,
+    )
+    if config.mixture is None:
+        return shape
+    return dataclasses.replace(
+        shape,
+        experts=config.mixture.experts,
+        per_token=config.mixture.per_token,
+        expert_ffn=config.mixture.width,
+        shared_ffn=config.mixture.shared_width,
+        dense_layers=config.mixture.dense_layers,
     )
 
 
 def planned(run: ResolvedRun, cluster: Cluster) -> tuple[Job, Mesh]:
-    """What a run is to the planner; the way back is `settings` of `pyruntime.cli.plan_facts`."""
+    """A run as the planner's job and mesh; `settings` of `pyruntime.cli.plan_facts` is the inverse."""
     config, sizes = run.config, run.mesh
     train, parallel, pipeline = config.train, config.parallel, config.pipeline
     job = Job(
@@ -116,13 +127,13 @@ def planned(run: ResolvedRun, cluster: Cluster) -> tuple[Job, Mesh]:
 
 
 def _tau(method: DataParallel) -> int:
-    """Of a mesh: 0 where ranks meet in every step, or in another way than CO2's; at least 1 where it will be
-    measured."""
+    """Returns the mesh's tau: 0 if ranks synchronize in every step, or by another method than CO2; 1 if it
+    will be measured."""
     if method.method != "co2":
         return 0
     return 1 if method.tau == "auto" else method.tau
 
 
 def predicted(job: Job, mesh: Mesh) -> StepSeconds:
-    """A step of this project's trainer."""
+    """Predicts a step of this trainer."""
     return Predictor(job, sums_whole=TRAINER.sums_whole).step(mesh)

@@ -1,4 +1,4 @@
-"""The line that tells all of a step, rewritten on a terminal or printed now and then."""
+"""Shows each step as one line, rewritten on a terminal or printed at intervals."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BAR_WIDTH = 20
 class Progress:
     """Shows the steps of a run on `stream`.
 
-    mode: "bar" rewrites one line at most ten times a second, "lines" prints every `log_every` steps, "auto"
-    is bar on a terminal and lines elsewhere, "off" prints nothing but `say`. Once nobody reads the stream any
-    more (`train | head`), `on_closed` is called and nothing is written from then on.
+    mode: "bar" rewrites one line at most ten times a second; "lines" prints every `log_every` steps; "auto"
+    is bar on a terminal and lines elsewhere; "off" prints only `say`. When the stream's reader has gone
+    (`train | head`), calls `on_closed` and writes nothing more.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Progress:
         stream: TextIO | None = None,
         on_closed: Callable[[], None] = lambda: None,
     ):
-        stream = stream or sys.stdout  # of now, not of when this file was imported
+        stream = stream or sys.stdout  # looked up here, since it may change after the import
         self._on_closed, self._closed = on_closed, False
         self._steps, self._log_every, self._stream = steps, log_every, stream
         self._mode = ("bar" if stream.isatty() else "lines") if mode == "auto" else mode
@@ -58,8 +58,8 @@ class Progress:
         self._write(text + "\n")
 
     def _rewrite_step(self, metrics: StepMetrics) -> None:
-        """The fullest form of a step that fits the terminal. One with a validation stays; where it does not
-        fit with it, the validation has a line of its own."""
+        """Writes the fullest form of a step that fits the terminal. A step with a validation stays; if it
+        does not fit, the validation gets a line of its own."""
         columns = shutil.get_terminal_size().columns - 1
         line = describe(metrics, self._steps)
         drawn = f"{bar(metrics.step / self._steps)} {line}"
@@ -93,7 +93,7 @@ class Progress:
 
 
 def describe(metrics: StepMetrics, steps: int) -> str:
-    """One step in one line."""
+    """Formats one step as one line."""
     predicted = metrics.predicted_step_s
     parts = [
         f"step {metrics.step:>{len(str(steps))}}/{steps}",
@@ -104,6 +104,7 @@ def describe(metrics: StepMetrics, steps: int) -> str:
         *([] if metrics.mfu is None else [f"MFU {metrics.mfu:.1%}"]),
         *([] if predicted is None else [f"step {metrics.step_time_s:.3g} s ({predicted:.3g} predicted)"]),
         *[each + _by_axis(metrics) for each in exposed(metrics, "exposed", 1)],
+        *_of_experts(metrics),
         f"{metrics.memory_bytes / 1e6:,.0f} MB",
         *([] if metrics.skipped is None else [f"skipped, {metrics.skipped} so far"]),
         *time_to_go(metrics),
@@ -114,25 +115,35 @@ def describe(metrics: StepMetrics, steps: int) -> str:
 
 
 def _of_a_device(metrics: StepMetrics) -> str:
-    """Where there are several."""
     own = metrics.tokens_per_second_per_device
     return "" if own is None or own == metrics.tokens_per_second else f" ({own:,.0f} a rank)"
 
 
 def _by_axis(metrics: StepMetrics) -> str:
-    """The share of each axis, where there are several."""
+    """Formats the share of each axis, if there are several."""
     seconds = metrics.exposed_by_axis_s or {}
     shares = [f"{axis} {each / metrics.step_time_s:.1%}" for axis, each in seconds.items()]
     return f" ({', '.join(shares)})" if len(shares) > 1 else ""
 
 
+def _of_experts(metrics: StepMetrics) -> list[str]:
+    """Formats the load of experts in the layer where it is largest, and the least entropy."""
+    of_experts, of_ranks, entropy = metrics.expert_imbalance, metrics.rank_imbalance, metrics.router_entropy
+    if not (of_experts and of_ranks and entropy):
+        return []
+    return [
+        f"busiest expert {max(of_experts.values()):.2f}x, rank {max(of_ranks.values()):.2f}x, "
+        f"entropy {min(entropy.values()):.2f}, balance {metrics.balance_loss:.3f}, "
+        f"z {metrics.router_z_loss:.3g}"
+    ]
+
+
 def time_to_go(metrics: StepMetrics) -> list[str]:
-    """Where it is known."""
     return [] if metrics.eta_s is None else [f"ETA {clock(metrics.eta_s)}"]
 
 
 def describe_briefly(metrics: StepMetrics, steps: int, exposed_label: str) -> str:
-    """One step without its validation, in a line for a terminal of 80 columns."""
+    """Formats one step, without its validation, for a terminal of 80 columns."""
     parts = [
         f"{metrics.step}/{steps} loss {metrics.loss:.3f} norm {metrics.grad_norm:.3g} lr {metrics.lr:.1e}",
         f"{metrics.tokens_per_second:.0f} tok/s",
@@ -144,7 +155,7 @@ def describe_briefly(metrics: StepMetrics, steps: int, exposed_label: str) -> st
 
 
 def exposed(metrics: StepMetrics, label: str, digits: int) -> list[str]:
-    """The share of exposed communication, where it is known."""
+    """Formats the share of exposed communication; empty if it is not known."""
     if metrics.exposed_comm_s is None:
         return []
     return [f"{label} {metrics.exposed_comm_s / metrics.step_time_s:.{digits}%}"]
@@ -156,7 +167,7 @@ def validation(metrics: StepMetrics) -> str:
 
 
 def bar(share: float) -> str:
-    """A bar of which that share is filled."""
+    """Draws a bar filled to `share`."""
     filled = int(BAR_WIDTH * share)
     return f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}]"
 

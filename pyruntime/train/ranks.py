@@ -1,7 +1,7 @@
-"""What one rank does for all: files are written once, and its result or its refusal reaches every rank.
+"""Runs work on one rank for all: files are written once, and every rank gets the result or the refusal.
 
-`doing` says in words what is being done, and begins the sentence of an error: "Building the corpus". All of
-it may take as long as the ranks show signs of life.
+`doing` names the work and begins the sentence of an error: "Building the corpus". The work may take as long
+as the ranks show signs of life.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Result = TypeVar("Result")
 
 
 def on_rank_0(group: dist.ProcessGroup, doing: str, work: Callable[[], Result], kind: Any = None) -> Result:
-    """Runs `work` on rank 0 of `group` and returns its result on every rank: it travels as JSON and is read
-    as the type `kind` (`comm.messages`).
+    """Runs `work` on rank 0 of `group` and returns its result on every rank. The result travels as JSON and
+    is read as the type `kind` (`comm.messages`).
 
-    A ConfigError of rank 0 is raised on every rank, so that all end alike. Raises CommTimeout or PeerLost
-    where rank 0 is stopped or ends. Not for the inside of a step: this goes through the store.
+    A ConfigError of rank 0 is raised on every rank, so that all end alike. Raises CommTimeout or PeerLost if
+    rank 0 stops or ends. Not for use inside a step: it goes through the store.
     """
     if group.size() == 1:
         return work()
@@ -45,11 +45,11 @@ def on_rank_0(group: dist.ProcessGroup, doing: str, work: Callable[[], Result], 
 
 
 def on_every_rank(group: dist.ProcessGroup, doing: str, work: Callable[[], Result]) -> Result:
-    """Runs `work` on every rank of `group`, and returns this rank's result once all have done.
+    """Runs `work` on every rank of `group`, and returns this rank's result once all are done.
 
-    The first ConfigError, by rank, is raised on every rank, and so is the sentence of another failure where
-    there was one; the rank that failed raises that itself. Raises CommTimeout or PeerLost where a rank is
-    stopped or ends.
+    If ranks raise ConfigErrors, that of the lowest rank is raised on every rank. Another failure is raised as
+    it is where it happened, and as a ConfigError elsewhere. Raises CommTimeout or PeerLost if a rank stops or
+    ends.
     """
     if group.size() == 1:
         return work()
@@ -72,7 +72,8 @@ def on_every_rank(group: dist.ProcessGroup, doing: str, work: Callable[[], Resul
 
 @contextlib.contextmanager
 def told_to_all() -> Iterator[None]:
-    """Around what one rank does while others wait for it inside a step: they end with its reason."""
+    """Surrounds work of one rank inside a step: its TrainingError ends the waiting ranks too, with its
+    reason."""
     try:
         yield
     except TrainingError as error:
@@ -81,5 +82,4 @@ def told_to_all() -> Iterator[None]:
 
 
 def _name(group: dist.ProcessGroup, rank: int) -> str:
-    """At the beginning of a sentence."""
     return rank_name(group, rank).replace("rank", "Rank", 1)

@@ -1,4 +1,4 @@
-"""A trainer's replica that comes and goes: what it tells the service of itself, and what it takes over."""
+"""Joins a trainer's replica to a run with replicas that come and go, by the service `members`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pyruntime.train.ranks import on_rank_0
 from pyruntime.train.resolved import ResolvedRun
 
 OF_TRAIN = ("steps", "batch_size", "micro_batch_size", "seq_len", "dtype", "z_loss", "seed")
-"""Of the [train] section, what all replicas have alike."""
+"""Keys of [train] that are the same for all replicas."""
 ITS_OWN = ("members",)
-"""Of the [data_parallel] section, what they need not."""
+"""Keys of [data_parallel] that may differ."""
 
 
 def open_member(run: ResolvedRun, corpus: Corpus, runtime: Runtime) -> Member | None:
-    """This rank at the service of `data_parallel.members`; None where no replicas come and go. Raises
-    PeerLost where the service does not answer."""
+    """Connects this rank to the service of `data_parallel.members`; returns None if no replicas come and go.
+    Raises PeerLost if the service does not answer."""
     config = run.config
     if not config.data_parallel.members:
         return None
@@ -50,9 +50,9 @@ def open_member(run: ResolvedRun, corpus: Corpus, runtime: Runtime) -> Member | 
 
 
 def job_of(run: ResolvedRun, corpus: Corpus) -> dict[str, Any]:
-    """What has to be the same for all replicas, by its key in the configuration where it is there; and how
-    many rounds there are. Of each source in order, a hash of its text and of the tokenizer, wherever its
-    files lie, and the number of its tokens to learn from."""
+    """Returns what must be the same for all replicas, by configuration key if it has one, and the number of
+    rounds. For each source in order: a hash of its text and tokenizer, independent of where its files are,
+    and its number of training tokens."""
     config, method = run.config, run.outer
     assert method is not None
     tau = method.tau
@@ -78,9 +78,9 @@ def job_of(run: ResolvedRun, corpus: Corpus) -> dict[str, Any]:
 
 
 def join(member: Member, outer: ShardedOuter, sharded: Sharded, step: int, deal: list[int]) -> bool:
-    """Returns when this replica is a member, with the state of the beginning of a round; False: the run is
-    over. step, deal: of what is there already; the steps of a round that has not ended are taken anew, from
-    an outer iterate with all sums that had come."""
+    """Joins the run; returns when this replica is a member, at the beginning of a round; False if the run is
+    over. step, deal: the state that this replica has. It takes the steps of an unfinished round again, from
+    an outer iterate with all sums that had arrived."""
     optimizer = sharded.optimizer
     assert optimizer is not None
 

@@ -1,8 +1,8 @@
-"""What a run is: all that follows from its configuration, its model and the number of its ranks.
+"""Everything about a run that follows from its configuration, its model and its number of ranks.
 
-    spelled_out(config)                   writes out what stands for something else (`config.py`)
-    settled(config, shape)                reads the file of pipeline.costs, which one rank does for all
-    resolve(config, shape, world_size)    makes the value that everything else goes by
+    spelled_out(config)                   writes out shorthands (`config.py`)
+    settled(config, shape)                reads the file of pipeline.costs, on one rank for all
+    resolve(config, shape, world_size)    makes the `ResolvedRun` that all other code reads
 
 `train --dry_run` prints it, and a run writes it into its folder.
 """
@@ -47,29 +47,29 @@ FILE_NAME = "resolved.json"
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedRun:
-    """What a run is, the same on all ranks."""
+    """A run's configuration and what follows from it, the same on all ranks."""
 
     config: RunConfig
-    """As `settled` returns it."""
+    """The configuration that `settled` returned."""
     shape: LlamaConfig
-    """The model's."""
+    """The shape of the model."""
     mesh: MeshSizes
     micro_batches: int
     """Forward and backward passes of a rank in a step."""
     tokens_per_step: int
-    """Tokens that all ranks together learn from in a step."""
+    """Tokens of a step over all ranks."""
     slices: tuple[int, ...]
-    """Tokens of each slice of a sequence in a pipeline, on a context-parallel rank of its share."""
+    """Tokens of each pipeline slice of a sequence; on a context-parallel rank, of its share."""
     placement: tuple[int, ...]
-    """The rank of each stage of the pipeline; without a pipeline there is one stage."""
+    """The rank of each pipeline stage; without a pipeline there is one stage."""
     layers: tuple[range, ...]
     """The layers of each stage."""
     outer: Method | None
-    """How replicas meet; None where they meet in every step."""
+    """Method by which replicas synchronize; None if they sum their gradients in every step."""
     compression: Compression | None
-    """How gradients are compressed, or where replicas do not meet in every step their displacements."""
+    """Compression of gradients; of displacements if replicas do not synchronize in every step."""
     facts: CheckpointFacts
-    """What a checkpoint says of the run before its first step."""
+    """The facts that a checkpoint stores about the run, as they are before the first step."""
 
     @property
     def meets_every_step(self) -> bool:
@@ -78,37 +78,37 @@ class ResolvedRun:
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """The pipeline's schedule, made when it is first asked for: it may have millions of actions."""
+        """The pipeline's schedule, made on first use: it may have millions of actions."""
         asked, slices = self.config.pipeline, len(self.slices)
         return make_schedule(
             asked.kind, self.mesh.pp, self.micro_batches, virtual=asked.virtual, slices=slices
         )
 
     def layers_of(self, rank: int) -> list[range]:
-        """The layers of the stages of that rank of the pipeline."""
+        """Returns the layers of each stage on that pipeline rank."""
         return [run for run, owner in zip(self.layers, self.placement, strict=True) if owner == rank]
 
     def part_of(self, rank: int) -> ModelPart | None:
-        """What that rank of the pipeline holds of the model; None: all, as there is no pipeline."""
+        """Returns the part of the model on that pipeline rank; None (the whole model) without a pipeline."""
         return None if self.mesh.pp == 1 else stage.part_of_layers(self.shape, self.layers_of(rank))
 
     def with_layers(self, layers: Sequence[int]) -> ResolvedRun:
-        """The same run with so many layers in each stage. Raises ConfigError where they do not fit."""
+        """The run with these numbers of layers in its stages. Raises ConfigError if they do not fit."""
         return resolve(_with_layers(self.config, layers), self.shape, self.mesh.ranks)
 
     def to_json(self) -> str:
-        """The content of FILE_NAME."""
+        """Returns the content of FILE_NAME."""
         return json.dumps(finite(dataclasses.asdict(self)), indent=2, default=_plain) + "\n"
 
 
 def _plain(value: range | Callable) -> object:
-    """Writes what JSON does not know: the layers of a stage, and the function of a penalty as its name."""
+    """Converts what JSON does not know: a stage's layers, and a penalty function to its name."""
     return list(value) if isinstance(value, range) else value.__name__
 
 
 def check(config: RunConfig, world_size: int) -> ResolvedRun:
-    """The run that `config` is on so many ranks, without these and without weights. Raises ConfigError for
-    all that the run would refuse before it trains."""
+    """Returns the run that `config` gives on `world_size` ranks; needs neither ranks nor weights. Raises
+    ConfigError for everything that a run would refuse before it trains."""
     validate.check(config, world_size)
     config = spelled_out(config)
     _, shape = open_model(config, world_size)
@@ -116,8 +116,8 @@ def check(config: RunConfig, world_size: int) -> ResolvedRun:
 
 
 def resolve(config: RunConfig, shape: LlamaConfig, world_size: int) -> ResolvedRun:
-    """The run of a configuration that `settled` has returned, whose model has that shape. Raises ConfigError
-    where there is no such pipeline."""
+    """Returns the run of a configuration from `settled` for a model of that shape. Raises ConfigError if its
+    pipeline is impossible."""
     mesh, compression = mesh_of(config, world_size), _compression(config)
     return ResolvedRun(
         config,
@@ -135,9 +135,9 @@ def resolve(config: RunConfig, shape: LlamaConfig, world_size: int) -> ResolvedR
 
 
 def settled(config: RunConfig, shape: LlamaConfig) -> RunConfig:
-    """The same configuration, spelled out, with what the file of pipeline.costs says in it: layers of the
-    stages and, where pipeline.slices is 0, tokens of the slices. One rank calls it for all, whose files might
-    differ. Raises ConfigError where the file cannot be read, or is of another model or sequence."""
+    """Returns the configuration spelled out, with the results of the file pipeline.costs: layers of the
+    stages and, if pipeline.slices is 0, tokens of the slices. One rank calls it for all, whose files might
+    differ. Raises ConfigError if the file cannot be read, or was measured for another model or sequence."""
     config = spelled_out(config)
     pipeline = config.pipeline
     _check_movable(config, shape)
@@ -148,7 +148,7 @@ def settled(config: RunConfig, shape: LlamaConfig) -> RunConfig:
         found = stage_costs.read(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"pipeline.costs: {file} cannot be used, as {error}; write it with `python -m pyruntime profile "
+            f"pipeline.costs: {file} cannot be used: {error}; write it with `python -m pyruntime profile "
             "--json`."
         ) from error
     of_run: dict[str, object] = {**costed(shape, config.train.dtype), "seq_len": config.train.seq_len}
@@ -159,7 +159,7 @@ def settled(config: RunConfig, shape: LlamaConfig) -> RunConfig:
         if of_file.get(name) != value:
             raise ConfigError(
                 f"pipeline.costs: {file} was measured with {name}={of_file.get(name)}, and this run has "
-                f"{name}={value}; measure it anew with `python -m pyruntime profile`."
+                f"{name}={value}; measure again with `python -m pyruntime profile`."
             )
     if pipeline.slices == 0:
         pipeline = dataclasses.replace(pipeline, slices=len(found.slices), slice_tokens=found.slices)
@@ -173,12 +173,12 @@ def settled(config: RunConfig, shape: LlamaConfig) -> RunConfig:
 
 
 def _check_movable(config: RunConfig, shape: LlamaConfig) -> None:
-    """Raises ConfigError where layers are to move between stages that each hold but one."""
+    """Raises ConfigError if layers may move between stages that have only one layer each."""
     layers = shape.num_hidden_layers
     if config.parallel.rebalance == "on" and layers == len(_placement(config)):
         raise ConfigError(
-            f"parallel.rebalance=on moves layers between stages, and the model's {layers} layers are one for "
-            "each; use fewer stages, or leave it out."
+            f"parallel.rebalance=on moves layers between stages, but the model's {layers} layers are one per "
+            "stage; use fewer stages, or leave out parallel.rebalance."
         )
 
 
@@ -205,16 +205,16 @@ def _placement(config: RunConfig) -> tuple[int, ...]:
 
 
 def _layers(config: RunConfig, shape: LlamaConfig) -> list[range]:
-    """Of each stage. Raises ConfigError where there are fewer layers than stages, or pipeline.layers does not
-    fit the model."""
+    """Returns the layers of each stage. Raises ConfigError if there are fewer layers than stages, or
+    pipeline.layers does not fit the model."""
     counts, stages = config.pipeline.layers, len(_placement(config))
     if not counts:
         with refusing("parallel.pp: "):
             return stage.layers_of_stages(shape, stages)
     if len(counts) != stages or min(counts) < 1 or sum(counts) != shape.num_hidden_layers:
         raise ConfigError(
-            f"pipeline.layers={list(counts)} must be {stages} numbers, one for each stage, of at least 1, "
-            f"that add up to {shape.num_hidden_layers} layers."
+            f"pipeline.layers={list(counts)} must be {stages} numbers of at least 1, one for each stage, "
+            f"with a sum of {shape.num_hidden_layers} layers."
         )
     ends = list(itertools.accumulate(counts))
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
@@ -242,7 +242,7 @@ def _facts(
     if config.data_parallel.members:
         of_replicas = " of replicas that come and go"
     compressed = ""
-    if compression is not None:  # all that decides what a rank keeps of what compression lost
+    if compression is not None:  # all that decides which compression errors a rank keeps
         in_pieces = compression.plan_every and compression.method == "quantize"
         pieces = f" in {PIECES} pieces" if in_pieces else ""
         sizes = ", ".join(f"{name}={size}" for name, size in mesh.axes.items())

@@ -1,12 +1,12 @@
-"""A whole run: data, model, training, and what it leaves behind.
+"""A whole training run: data, model, training, and the files it leaves.
 
-RUN_DIR/config.toml      the configuration as it was
+RUN_DIR/config.toml      the configuration as given
 RUN_DIR/resolved.json    what follows from it: mesh, stages, shape of the model
 RUN_DIR/metrics.jsonl    one object a step
 RUN_DIR/checkpoints/     resumable checkpoints
 RUN_DIR/model/           the weights in Hugging Face's format, with the tokenizer
-RUN_DIR/came_with/       what model.init_from held besides weights, which model/ gets
-RUN_DIR/lock             the process that writes all this, while it lives
+RUN_DIR/came_with/       files of model.init_from besides weights; copied into model/
+RUN_DIR/lock             names the process that writes here, while it lives
 RUN_DIR/ledger/          what every rank waited for, and behind what bytes were hidden (train.ledger)
 RUN_DIR/profile/         traces of single steps (train.profile)
 RUN_DIR/tensorboard/, wandb/
@@ -20,13 +20,14 @@ import dataclasses
 import gc
 import itertools
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from pyruntime import comm
 from pyruntime.comm import Runtime
+from pyruntime.comm.exchange import first_line
 from pyruntime.llama import Llama, generate, origin, save_hf
 from pyruntime.llama.hf import weight_files
 from pyruntime.overlap.account import table
@@ -39,7 +40,7 @@ from pyruntime.train.data import corpus
 from pyruntime.train.data.tokenizer import FILE_NAME as TOKENIZER_FILE
 from pyruntime.train.data.tokenizer import Tokenizer, prompt_ids
 from pyruntime.train.disk import writing
-from pyruntime.train.errors import ConfigError, TrainingError, refusing
+from pyruntime.train.errors import TrainingError, refusing
 from pyruntime.train.loop import Trainer
 from pyruntime.train.manifest import DamagedError
 from pyruntime.train.metrics import MetricsFile
@@ -60,18 +61,17 @@ from pyruntime.tuning.apply import Found, device_name, find, library, use
 from pyruntime.tuning.cache import default_path
 
 MODEL_FOLDER, SAMPLE_FILE = "model", "sample.txt"
+# The prompt begins a function in Python, the default text; small models ramble at temperature 1.
 SAMPLE_PROMPT, SAMPLE_TEMPERATURE = b"def ", 0.8
-"""Of the sample at the end: how Python, the default text, begins a function; small models ramble at 1."""
 
 
 def run(config: RunConfig, name: str, runtime: Runtime, stop: StopRequest) -> Path:
-    """Trains as `config` says over the mesh of `runtime`, on every rank of which it is called, and returns
-    the run folder.
+    """Trains as `config` says over the mesh of `runtime` and returns the run folder. Every rank calls it.
 
-    `name` is the configuration's, for the folder. Raises ConfigError, `Stopped`, TrainingError, or the
-    communication errors of `pyruntime`.
+    `name` is the configuration's name, used for the folder. Raises ConfigError, `Stopped`, TrainingError,
+    torch.OutOfMemoryError, or the communication errors of `pyruntime`.
     """
-    with contextlib.ExitStack() as held:
+    with memory_told(config), contextlib.ExitStack() as held:
         job = prepare(config, name, runtime, stop, held)
         if joined(job):
             train(job, held)
@@ -79,12 +79,31 @@ def run(config: RunConfig, name: str, runtime: Runtime, stop: StopRequest) -> Pa
     return job.run_dir
 
 
+@contextlib.contextmanager
+def memory_told(config: RunConfig) -> Iterator[None]:
+    """Adds to a device's OutOfMemoryError of the block which options need less memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        train, ways = config.train, []
+        if train.micro_batch_size > 1:
+            ways.append(f"lower train.micro_batch_size={train.micro_batch_size}")
+        if train.activation_checkpointing != "full":
+            ways.append("set train.activation_checkpointing to full")
+        if config.parallel.zero < 3 and (config.parallel.dp or 1) * config.parallel.cp > 1:
+            ways.append(f"raise parallel.zero={config.parallel.zero}")
+        ways.append("train on more ranks")
+        raise torch.OutOfMemoryError(
+            f"The run needs more memory than its device has: {', or '.join(ways)}. {first_line(error)}."
+        ) from error
+
+
 @dataclasses.dataclass
 class RankRun:
-    """What this rank holds of a run, from its preparation to its end."""
+    """State of a run on this rank, from its preparation to its end."""
 
     run: ResolvedRun
-    """As it is now: layers may have moved between stages."""
+    """The current run: layers may have moved between stages."""
     runtime: Runtime
     stop: StopRequest
     run_dir: Path
@@ -92,13 +111,13 @@ class RankRun:
     tokenizer: Tokenizer
     text: corpus.Corpus
     model: Llama = dataclasses.field(init=False)
-    """This rank's part of it."""
+    """This rank's part of the model."""
     trainer: Trainer = dataclasses.field(init=False)
     watch: Watch = dataclasses.field(init=False)
     first: int = 0
-    """The step after which this process goes on."""
+    """The step after which this process began."""
     bytes_moved: int = 0
-    """What this rank has read of others in the steps of this process."""
+    """Bytes that this rank read from others in the steps of this process."""
     ledger: StepLedger | None = None
 
     @property
@@ -106,7 +125,7 @@ class RankRun:
         return self.runtime.world.rank() == 0
 
     def say(self, line: str) -> None:
-        """On rank 0, a line of its own; an empty one is not said."""
+        """Prints a line on rank 0; does nothing if it is empty."""
         if line and self.is_rank_0:
             self.progress.say(line)
 
@@ -124,11 +143,11 @@ class RankRun:
                 path.write_text(self.run.to_json(), encoding="utf-8")
 
     def go_on_as(self, run: ResolvedRun, folder: Path) -> None:
-        """Goes on from the checkpoint in `folder` as `run`, which has other layers in its stages."""
+        """Continues from the checkpoint in `folder` as `run`, which has other layers in its stages."""
         self.run = run
         self.trainer.close()
         del self.trainer, self.model
-        gc.collect()  # the weights and states of the old stages, before there are those of the new ones
+        gc.collect()  # frees weights and states of the old stages before the new ones are made
         self.make_model("Moving layers")
         self.make_trainer()
         self.trainer.resume(folder)
@@ -141,8 +160,7 @@ class RankRun:
 def prepare(
     config: RunConfig, name: str, runtime: Runtime, stop: StopRequest, held: contextlib.ExitStack
 ) -> RankRun:
-    """Does everything that comes before the first step. `held` is closed when the run ends."""
-    check_ledger(config, runtime)
+    """Prepares everything up to the first step. The caller closes `held` when the run ends."""
     tokenizer, asked = _resolved(config, runtime)
     begun, run_dir = _folder(asked, name, runtime, held)
     if begun.start_at:
@@ -163,7 +181,7 @@ def prepare(
 
 
 def joined(job: RankRun) -> bool:
-    """Joins a run whose replicas come and go. Returns False where no step is left to take."""
+    """Joins a run whose replicas come and go. Returns False if no step is left to take."""
     if not job.trainer.join():
         job.say("The replicas have taken the last step; nothing is left to do.")
         job.trainer.close()
@@ -174,7 +192,7 @@ def joined(job: RankRun) -> bool:
 
 
 def _resolved(config: RunConfig, runtime: Runtime) -> tuple[Tokenizer, ResolvedRun]:
-    """Resolves the run on every rank. Raises ConfigError where the ranks do not agree on what it is."""
+    """Resolves the run on every rank. Raises ConfigError if the ranks do not agree on it."""
     ranks, config = runtime.world, spelled_out(config)
     agreement.check(ranks, "Comparing the configurations", agreement.of_config(config))
     tokenizer, shape = on_every_rank(ranks, "Opening the tokenizer", lambda: open_model(config, ranks.size()))
@@ -186,7 +204,7 @@ def _resolved(config: RunConfig, runtime: Runtime) -> tuple[Tokenizer, ResolvedR
 def _folder(
     run: ResolvedRun, name: str, runtime: Runtime, held: contextlib.ExitStack
 ) -> tuple[Beginning, Path]:
-    """Finds what the run goes on with, and makes its folder, which every rank must see."""
+    """Finds the checkpoint to resume from, and makes the run folder, which every rank must see."""
     ranks = runtime.world
     begun = on_rank_0(ranks, "Finding the checkpoint", lambda: run_folder.beginning_of(run), Beginning)
     run_dir = on_rank_0(
@@ -200,8 +218,8 @@ def _folder(
 
 
 def _with_layers_of(start_at: Path | None, asked: ResolvedRun, runtime: Runtime) -> ResolvedRun:
-    """Returns the run that was asked for, with layers where they were when the checkpoint in `start_at` was
-    saved, if they had been moved between as many stages. Every rank calls it."""
+    """Returns the run with the layers of the checkpoint in `start_at`, if they had moved between as many
+    stages; else `asked`. Every rank calls it."""
     if start_at is None or asked.config.parallel.rebalance == "off":
         return asked
     layers = on_rank_0(
@@ -220,7 +238,7 @@ def _progress(config: RunConfig, runtime: Runtime, stop: StopRequest) -> Progres
 
 
 def _compare_first_weights(config: RunConfig, runtime: Runtime) -> None:
-    """Raises ConfigError, on all ranks, where hosts have another content of model.init_from."""
+    """Raises ConfigError on all ranks if the files of model.init_from differ between hosts."""
     if source := config.model.init_from:
         doing = f"Comparing the files of {source}"
 
@@ -233,7 +251,7 @@ def _compare_first_weights(config: RunConfig, runtime: Runtime) -> None:
 
 
 def _introduce(job: RankRun, begun: Beginning, tuned: str) -> None:
-    """Says what the run is, and what it goes on with."""
+    """Prints what the run is, and what it resumes from."""
     run, before, start_at = job.run, begun.before, begun.start_at
     job.say(first_lines(run, job.text, job.run_dir, job.runtime))
     job.say(tuned and f"tuning {tuned}")
@@ -247,7 +265,7 @@ def _introduce(job: RankRun, begun: Beginning, tuned: str) -> None:
 
 
 def _go_on(job: RankRun, asked: ResolvedRun, saved: Sequence[Path]) -> None:
-    """Loads the first of `saved` that is whole, with layers where they are in it."""
+    """Loads the first complete checkpoint of `saved`, with its distribution of layers."""
     start_at = _resume(job.trainer, saved, job.say)
     if start_at != saved[0] and (run := _with_layers_of(start_at, asked, job.runtime)) != job.run:
         job.go_on_as(run, start_at)
@@ -255,7 +273,7 @@ def _go_on(job: RankRun, asked: ResolvedRun, saved: Sequence[Path]) -> None:
 
 
 def _resume(trainer: Trainer, saved: Sequence[Path], say: Callable[[str], None]) -> Path:
-    """Goes on with the first of `saved` that is whole, and returns it. Raises DamagedError where none is."""
+    """Resumes from the first whole checkpoint of `saved`, and returns it. Raises DamagedError if none is."""
     for folder, older in itertools.zip_longest(saved, saved[1:]):
         try:
             trainer.resume(folder)
@@ -267,23 +285,8 @@ def _resume(trainer: Trainer, saved: Sequence[Path], say: Callable[[str], None])
     raise ValueError("There is no checkpoint to go on with.")
 
 
-def check_ledger(config: RunConfig, runtime: Runtime) -> None:
-    """Raises ConfigError where ranks compute on devices, and what was asked for is what the host does."""
-    asked = {
-        "train.ledger": config.train.ledger,
-        "train.slow_every": config.train.slow_every,
-        "parallel.rebalance": config.parallel.rebalance == "on",
-    }
-    for name, is_asked in asked.items():
-        if is_asked and runtime.device.type != "cpu":
-            raise ConfigError(
-                f"{name} goes by what the host does, and these ranks compute on {runtime.device}; leave it "
-                "out, or add --train.device cpu."
-            )
-
-
 def _watch(job: RankRun) -> Watch:
-    """What the run's steps are compared with. Every rank calls it."""
+    """Returns the peak and the prediction that steps are compared with. Every rank calls it."""
     run, output = job.run, job.run.config.output
     peak = peak_of(run.config, job.runtime)
     job.say(f"peak   {peak.words if peak else 'not known, so no MFU is; train.peak_flops states it'}")
@@ -297,8 +300,8 @@ def _watch(job: RankRun) -> Watch:
 
 
 def _use_tuning(run: ResolvedRun, runtime: Runtime) -> str:
-    """Hands the measured choices of this machine to the ops, the same on all ranks, and says so in a line for
-    the log; empty where nothing asks for them or there are none."""
+    """Gives the ops this machine's tuned choices, the same on all ranks. Returns a line about them for the
+    log; empty if the run does not use them or there are none."""
     config, tp = run.config.comm, run.mesh.tp
     use({})
     if config.tier != "auto" or tp == 1:
@@ -315,7 +318,7 @@ def _use_tuning(run: ResolvedRun, runtime: Runtime) -> str:
 
 
 def train(job: RankRun, held: contextlib.ExitStack) -> None:
-    """Takes the steps that are left, with a trainer for each distribution of layers over the stages."""
+    """Takes the remaining steps, with a new trainer whenever layers have moved between stages."""
     job.first = job.trainer.step
     sinks = _sinks(job, held)
     bytes_before = _bytes_read()
@@ -335,8 +338,7 @@ def train(job: RankRun, held: contextlib.ExitStack) -> None:
 
 
 def _sinks(job: RankRun, held: contextlib.ExitStack) -> list[Sink]:
-    """Opens on rank 0, until `held` is closed, what watches the run besides metrics.jsonl. Every rank calls
-    it."""
+    """Opens TensorBoard and Weights & Biases on rank 0 until `held` is closed. Every rank calls it."""
     sinks: list[Sink] = []
 
     def open_them() -> None:
@@ -360,7 +362,7 @@ def _bytes_read() -> int:
 
 
 def finish(job: RankRun) -> None:
-    """Writes what a run leaves behind: its model, a report, a ledger and a sample."""
+    """Writes the final model, the report, the ledger and a sample."""
     runtime, is_pipeline = job.runtime, job.run.mesh.pp > 1
     is_first_tp = runtime.world.rank() < runtime.sizes.tp
     job.trainer.close()
@@ -386,14 +388,14 @@ def _save_model(job: RankRun) -> None:
 
 
 def _write_report(job: RankRun) -> None:
-    """Writes the plot and the scorecard, and copies what belongs beside the weights."""
+    """Writes the plot and the scorecard, and copies tokenizer and other files beside the weights."""
     run_dir, kept = job.run_dir, job.run_dir / origin.FOLDER
     with writing(run_dir, job.trainer.what_is_saved()):
         if kept.is_dir():
             try:
                 origin.give_back(kept, run_dir / MODEL_FOLDER)
             except ValueError as error:  # the weights are there, and training is done
-                job.say(f"{run_dir / MODEL_FOLDER} gets nothing of what came with its model: {error}")
+                job.say(f"{run_dir / MODEL_FOLDER} lacks the files that came with its model: {error}")
         if job.run.config.data.tokenizer or not (kept / TOKENIZER_FILE).is_file():
             job.tokenizer.save(run_dir / MODEL_FOLDER)
         lines = metrics.read(run_dir / metrics.FILE_NAME)
@@ -421,7 +423,7 @@ def _write_ledger(job: RankRun, entered: StepLedger) -> None:
 
 
 def _sample(job: RankRun) -> str | None:
-    """The prompt and what the model makes of it, or None where no sample is wanted. Every rank calls this."""
+    """Returns the prompt and the model's continuation; None if no sample is wanted. Every rank calls it."""
     config, model, tokenizer = job.run.config, job.model, job.tokenizer
     prompt = prompt_ids(tokenizer, SAMPLE_PROMPT)
     tokens = min(config.output.sample_tokens, model.config.max_position_embeddings - len(prompt))
@@ -439,7 +441,7 @@ def _sample(job: RankRun) -> str | None:
 
 
 def _close(run_dir: Path, dtype: str, sample: str | None, progress: Progress) -> None:
-    """Writes and prints the sample, and says where everything is."""
+    """Writes and prints the sample, and prints where everything is."""
     if sample is not None:
         (run_dir / SAMPLE_FILE).write_text(sample + "\n", encoding="utf-8")
         progress.say(f"\nSample\n{sample}")

@@ -1,4 +1,4 @@
-"""The folder of a run: which one it is, what it is begun with, and which checkpoint the run goes on with."""
+"""Chooses and prepares the folder of a run, and finds the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ LIFE = "run"
 
 @dataclasses.dataclass(frozen=True)
 class Life:
-    """A job that its launcher has ended since, to start this one in its place."""
+    """A job that ended and that the launcher replaced by this one."""
 
     run_dir: str
     began: float
-    """When the first of them made that folder, in seconds since 1970."""
+    """When the first of these jobs made the folder, in seconds since 1970."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Beginning:
-    """What a run goes on with."""
+    """The state that a run starts from."""
 
     before: Life | None
-    """The job in whose place this one was started, if any."""
+    """The job that this one replaces, if any."""
     saved: list[Path]
-    """Checkpoints, of which the run takes the first that is whole: those that this job has saved, else those
-    that were asked for. Empty: the run starts anew."""
+    """Checkpoints; the run takes the first complete one. Those that this job saved earlier, else the
+    requested ones. Empty: the run starts anew."""
     left_out: str
-    """Why the newest checkpoint is none of them; empty where it is."""
+    """Why the newest checkpoint is not among them; empty if it is."""
     not_with_it: str
-    """What is missing where the first checkpoint was copied out of the folder of its run; else empty."""
+    """Missing files, if the first checkpoint was copied out of its run's folder; else empty."""
 
     @property
     def start_at(self) -> Path | None:
@@ -53,18 +53,18 @@ class Beginning:
 
 
 def beginning_of(run: ResolvedRun) -> Beginning:
-    """Raises ConfigError where the checkpoint that is asked for is of another model or dtype."""
+    """Returns what the run resumes from. Raises ConfigError if that has another model or dtype."""
     before = life_before()
     saved, left_out = _checkpoints(run, before)
     return Beginning(before, saved, left_out, origin.why_without(saved[0]) if saved else "")
 
 
 def _checkpoints(run: ResolvedRun, before: Life | None) -> tuple[list[Path], str]:
-    """The checkpoints that the run may go on with, and why the newest is none of them."""
+    """Returns the checkpoints that the run may resume from, and why the newest is not among them."""
     resume = run.config.checkpoint.resume
     if before is not None:
         found, left_out = checkpoint_folder.to_go_on_with(Path(before.run_dir), run.facts)
-        # Older ones are of a run that this job may have left at an earlier step.
+        # Older ones belong to a run that this job may have resumed at an earlier step.
         if own := [path for path in found if checkpoint_folder.read(path).saved_at >= before.began]:
             return own, left_out
     if resume == checkpoint_folder.AUTO:
@@ -88,18 +88,18 @@ def make(
     held: contextlib.ExitStack,
     before: Life | None = None,
 ) -> Path:
-    """Rank 0 makes the run folder and writes into it what a run begins with. No other run may use the folder
-    before `held` is closed. Raises ConfigError where the folder cannot be made or used."""
+    """Makes the run folder on rank 0, writes the files that a run begins with, and returns it. Locks it
+    against other runs until `held` is closed. Raises ConfigError if the folder cannot be made or used."""
     try:
         run_dir = _chosen(config, name, start_at, before)
         _check_holds_files(run_dir)
         in_use(run_dir, held, "output.run_dir")
         if (run_dir / metrics.FILE_NAME).exists():
-            metrics.read(run_dir / metrics.FILE_NAME)  # the run goes on with it: all ranks hear of damage
+            metrics.read(run_dir / metrics.FILE_NAME)  # raises here, on all ranks, if it is damaged
         if config.train.ledger:
             forget(run_dir)
         (run_dir / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
-        came = run_dir / origin.FOLDER  # of another run, it would be given to this one's model
+        came = run_dir / origin.FOLDER  # another run's files must not end up beside this run's model
         if (config.model.init_from or not start_at) and came.exists():
             shutil.rmtree(came)
         if config.model.init_from:
@@ -114,7 +114,7 @@ def make(
 
 
 def _check_holds_files(run_dir: Path) -> None:
-    """Raises ConfigError where there is a pipe or the like, whose reader or writer would wait for ever."""
+    """Raises ConfigError if the folder holds a pipe or the like, which would block for ever."""
     for path in run_dir.iterdir():
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ConfigError(
@@ -123,8 +123,8 @@ def _check_holds_files(run_dir: Path) -> None:
 
 
 def _chosen(config: RunConfig, name: str, start_at: Path | None, before: Life | None) -> Path:
-    """Returns the folder of the job in whose place this one was started, the one that was asked for, that of
-    the checkpoint, or the first free runs/<name>-<n>. The folder exists afterwards."""
+    """Makes and returns the folder: that of the job this one replaces, the requested one, that of the
+    checkpoint, or the first free runs/<name>-<n>."""
     if not (before or config.output.run_dir):
         return start_at.parent.parent if start_at else first_free(Path("runs"), name)
     run_dir = Path(before.run_dir if before else config.output.run_dir)
@@ -138,15 +138,15 @@ def _chosen(config: RunConfig, name: str, start_at: Path | None, before: Life | 
         if (of_a_run or saved) and not same and not again:
             how = checkpoint_folder.AUTO if config.data_parallel.members else run_dir
             raise ConfigError(
-                f"output.run_dir: {run_dir} holds a run already; name another folder, or go on with it "
-                f"through --checkpoint.resume {how}."
+                f"output.run_dir: {run_dir} holds a run already; name another folder, or go on with it by "
+                f"--checkpoint.resume {how}."
             )
     run_dir.mkdir(parents=True, exist_ok=True)
     return run_dir
 
 
 def first_free(parent: Path, name: str) -> Path:
-    """Makes the folder `name`-n of the lowest n that there is none of."""
+    """Makes the folder `name`-n with the lowest free n."""
     parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
@@ -159,7 +159,7 @@ def first_free(parent: Path, name: str) -> Path:
 
 
 def check_seen(run_dir: Path, ranks: dist.ProcessGroup) -> None:
-    """Raises ConfigError on a rank that does not see the folder that rank 0 has made."""
+    """Raises ConfigError on a rank that does not see the folder that rank 0 made."""
     if not run_dir.is_dir():
         own, maker = comm.rank_name(ranks, ranks.rank()), comm.rank_name(ranks, 0)
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What is left of a run: a plot of the loss and a scorecard of how well communication was hidden."""
+"""Plots the loss of a run, and writes a scorecard of how well communication was hidden."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pyruntime.text import footnotes
 
 PLOT_FILE, SCORECARD_FILE = "loss.png", "scorecard"
 WARM_STEPS = 0.1
-"""Share of the steps, from the first, that the medians leave out: tiers are measured and buffers made in
-them."""
+"""First share of the steps, left out of the medians: buffers are made in them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,37 +22,37 @@ class Scorecard:
 
     ranks: int
     steps: int
-    """Steps that the medians are over."""
+    """Number of steps in the medians."""
     step_time_s: float
     exposed_comm_s: float | None
-    """Seconds of a step in which a rank waited for peers or moved bytes, as `StepMetrics` has them; None for
-    several ranks on devices, where it is not measured."""
+    """Seconds of a step in which a rank waited for peers or moved bytes, as in `StepMetrics`; None for
+    several ranks on GPUs, where it is not measured."""
     exposed_share: float | None
     """exposed_comm_s / step_time_s."""
     exposed_by_axis_s: dict[str, float]
-    """Its parts, each a median of its own, so that they need not add up; empty where there are none."""
+    """Its parts by axis, each a median of its own, so they need not add up; empty if there are none."""
     predicted_step_s: float | None
-    """step_time_s as the planner predicted it; None where it was not asked."""
+    """The planner's prediction of step_time_s; None if it was not asked."""
     hidden_bound: float | None
-    """step_time_s / (step_time_s - exposed_comm_s): 1.0 is a step with nothing exposed."""
+    """step_time_s / (step_time_s - exposed_comm_s): 1.0 if nothing is exposed."""
     bytes_per_step: float
     """Bytes that rank 0 read from its peers or sent to them in one step."""
     tokens_per_second: float
     flops_per_second: float
     """Model FLOP/s of all ranks together (forward and backward GEMMs, no recomputation)."""
     mfu: float | None
-    """flops_per_second as a share of the devices' peak, where that is known."""
+    """flops_per_second as a share of the devices' peak, if that is known."""
     memory_bytes: int
     val_loss_per_byte: float | None
     tiers: list[dict]
-    """The rows of `pyruntime.explain`: per layer and primitive, which tier ran, why not a faster one."""
+    """The rows of `pyruntime.explain`: per layer and primitive, which tier ran, and why not a faster one."""
 
 
 def scorecard(
     lines: list[dict[str, Any]], ranks: int, bytes_moved: int, flops_per_token: float, tiers: list[dict]
 ) -> Scorecard:
-    """The scorecard of the steps in `lines`, which are of metrics.jsonl: `bytes_moved` bytes went over the
-    group during them."""
+    """Returns the scorecard of the steps in `lines` (from metrics.jsonl), in which `bytes_moved` bytes were
+    read or sent."""
     warm = lines[int(len(lines) * WARM_STEPS) :]
     step_time = statistics.median(line["step_time_s"] for line in warm)
     measured = _known(warm, "exposed_comm_s")
@@ -80,7 +79,7 @@ def scorecard(
 
 
 def _known(lines: list[dict[str, Any]], name: str) -> list[float]:
-    """That figure of the steps that have it."""
+    """The values of that figure in the steps that have it."""
     return [line[name] for line in lines if line.get(name) is not None]
 
 
@@ -121,8 +120,8 @@ def format_scorecard(card: Scorecard) -> str:
 
 
 def tier_lines(tiers: list[dict]) -> list[str]:
-    """One line for all layers that run the same operation of the same size on the same tier for the same
-    reason; below them the reasons that several lines share."""
+    """Formats one line for all layers that run the same operation of the same size on the same tier for the
+    same reason; below them the reasons shared by several lines."""
     counts = collections.Counter(
         (
             f"{use['when']:<8} {use['op']}",
@@ -147,13 +146,13 @@ def _bracketed(reason: str) -> str:
 
 
 def write_scorecard(card: Scorecard, run_dir: Path) -> None:
-    """RUN_DIR/scorecard.json and RUN_DIR/scorecard.txt."""
+    """Writes RUN_DIR/scorecard.json and RUN_DIR/scorecard.txt."""
     (run_dir / f"{SCORECARD_FILE}.json").write_text(json.dumps(dataclasses.asdict(card), indent=2) + "\n")
     (run_dir / f"{SCORECARD_FILE}.txt").write_text(format_scorecard(card) + "\n")
 
 
 def plot_loss(lines: list[dict], path: Path) -> None:
-    """A PNG of training and validation loss over steps, from the lines of metrics.jsonl."""
+    """Writes a PNG of training and validation loss over steps, from the lines of metrics.jsonl."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")

@@ -1,4 +1,4 @@
-"""The shape of the model that a configuration asks for, and the tokenizer that it is for."""
+"""The shape of the model that a configuration asks for, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -8,29 +8,41 @@ from typing import Any
 
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.hf import read_config
+from pyruntime.llama.mixture import Mixture
 from pyruntime.llama.presets import preset
 from pyruntime.nn.parameters import shard_bounds
 from pyruntime.train.config import Model, RunConfig, mesh_of
 from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer
 from pyruntime.train.errors import ConfigError, refusing
+from pyruntime.train.validate.expert_models import check_experts
 
 VOCABULARY_MULTIPLE = 128
 DEFAULT_PRESET = "3m"
+_OF_MIXTURE = {
+    "experts": "experts",
+    "experts_per_token": "per_token",
+    "expert_size": "width",
+    "shared_expert_size": "shared_width",
+    "dense_layers": "dense_layers",
+    "norm_topk_prob": "renormalize",
+}
+"""Options of [model] about experts, and their fields of Mixture."""
 
 
 def open_model(config: RunConfig, world_size: int) -> tuple[Tokenizer, LlamaConfig]:
-    """The tokenizer of a run, and the model that so many ranks train. Raises ConfigError."""
+    """Returns a run's tokenizer, and the shape of its model on `world_size` ranks. Raises ConfigError."""
     data, model, mesh = config.data, config.model, mesh_of(config, world_size)
     tokenizer = open_tokenizer(data.tokenizer, model.init_from, data.paths)
-    return tokenizer, llama_config(model, tokenizer.vocab_size, config.train.seq_len, mesh.tp, mesh.tp_y)
+    shape = llama_config(model, tokenizer.vocab_size, config.train.seq_len, mesh.tp, mesh.tp_y)
+    check_experts(config, shape)
+    return tokenizer, shape
 
 
 def llama_config(model: Model, vocab_needed: int, seq_len: int, tp: int, tp_y: int = 1) -> LlamaConfig:
-    """The model of the [model] section, with room for `vocab_needed` tokens and sequences of `seq_len`, on
-    `tp` ranks, or on `tp` times `tp_y` of two axes.
+    """Returns the shape that [model] asks for, with room for `vocab_needed` tokens and sequences of `seq_len`
+    tokens, on `tp * tp_y` tensor-parallel ranks.
 
-    Raises ConfigError, one sentence, where the sizes do not fit together, the tokenizer or the number of
-    ranks.
+    Raises ConfigError if the sizes do not fit each other, the tokenizer or the number of ranks.
     """
     with refusing("[model]: ", (ValueError, OSError)):
         shape = _from_checkpoint(model) if model.init_from else _from_preset(model, vocab_needed)
@@ -48,7 +60,7 @@ def llama_config(model: Model, vocab_needed: int, seq_len: int, tp: int, tp_y: i
 
 
 def padded_vocabulary(vocab_needed: int) -> int:
-    """Of a model whose configuration names none, where the tokenizer has so many tokens."""
+    """Returns the vocabulary of a model that names none, for a tokenizer of `vocab_needed` tokens."""
     return -(-vocab_needed // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
@@ -57,26 +69,45 @@ def _from_preset(model: Model, vocab_needed: int) -> LlamaConfig:
     changes.setdefault("vocab_size", padded_vocabulary(vocab_needed))
     if {"hidden_size", "num_attention_heads"} & set(changes):
         changes["head_dim"] = None  # the quotient of the new sizes instead of the preset's
-    return preset(model.preset or DEFAULT_PRESET, **changes)
+    shape = preset(model.preset or DEFAULT_PRESET, **changes)
+    return dataclasses.replace(shape, mixture=_mixture(model, shape))
+
+
+def _mixture(model: Model, shape: LlamaConfig) -> Mixture | None:
+    """Returns the experts that [model] asks for in a preset of that shape."""
+    asked = {field: getattr(model, name) for name, field in _OF_MIXTURE.items()}
+    asked = {field: value for field, value in asked.items() if value is not None}
+    held = shape.mixture
+    if asked.get("experts") == 0 or (held is None and "experts" not in asked):
+        if others := [name for name, field in _OF_MIXTURE.items() if field in asked and name != "experts"]:
+            raise ValueError(f"model.{others[0]} applies to experts, and there are none; set model.experts.")
+        return None
+    if held is not None:
+        return dataclasses.replace(held, **asked)
+    return Mixture(**{"per_token": 2, "width": shape.intermediate_size} | asked)
 
 
 def _from_checkpoint(model: Model) -> LlamaConfig:
     shape = LlamaConfig.from_hf(read_config(Path(model.init_from)))
-    others = {name: value for name, value in _sizes(model).items() if value != getattr(shape, name)}
+    held = {name: getattr(shape.mixture, field, 0) for name, field in _OF_MIXTURE.items()}
+    held |= {name: getattr(shape, name) for name in _sizes(model)}
+    others = {
+        name: v for name, v in vars(model).items() if name in held and v is not None and v != held[name]
+    }
     if model.preset:
         others = {"preset": model.preset, **others}
     for name, value in others.items():
         raise ValueError(
-            f"model.{name}={value} and model.init_from={model.init_from} were asked for, and the checkpoint "
-            "says what shape its weights have; leave one of the two out."
+            f"model.{name}={value} conflicts with model.init_from={model.init_from}, whose checkpoint sets "
+            f"the shape; leave out model.{name} or model.init_from."
         )
     return shape
 
 
 def _sizes(model: Model) -> dict[str, Any]:
-    """The sizes that are asked for by name."""
+    """The sizes given by name."""
     return {
         name: value
         for name, value in vars(model).items()
-        if name not in ("preset", "init_from") and value is not None
+        if name not in ("preset", "init_from", *_OF_MIXTURE) and value is not None
     }

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run at a step that all ranks agree on, or within seconds where a step is long."""
+"""Ends a run on Ctrl-C or SIGTERM at a step that all ranks agree on, or within seconds if a step is long."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import Any
 from pyruntime.comm import CommError
 
 STEP_MAY_TAKE_S = 4.0
-"""After the first signal; then the process ends in the midst of whatever it does."""
+"""Seconds after the first signal until the process is ended, whatever it is doing."""
 ENDING_MAY_TAKE_S = 0.5
-"""After the second signal."""
+"""Seconds after the second signal until the process is ended in any case."""
 
 
 class Stopped(BaseException):
-    """A signal ended the run. Like KeyboardInterrupt it is no Exception, so that no handler of errors
+    """Raised when a signal ended the run. Like KeyboardInterrupt it is no Exception, so that no error handler
     swallows it.
 
-    `signum` is the signal; the exit code is 128 + signum, as shells have it. `where` completes the sentence
+    `signum` is the signal; the exit code is 128 + signum, as in shells. `where` completes the sentence
     "Stopped by SIGINT ...".
     """
 
@@ -37,21 +37,19 @@ class Stopped(BaseException):
 class StopRequest:
     """Catches SIGINT and SIGTERM in this process.
 
-    Between ranks a signal may not act at once: a rank that leaves in the middle of a step leaves its peers
-    waiting. So inside `deferred()` the first signal is only noted in `signum`, which the ranks exchange with
-    each step's metrics; a second one, and any signal outside, raises `Stopped` where the program stands.
-    Python's handlers wait for C++ to return, which may take minutes: a thread that the signal wakes by itself
-    ends the process STEP_MAY_TAKE_S after the first signal, unless a checkpoint is being written, and
-    ENDING_MAY_TAKE_S after the second in any case. `end_process` is what it calls, with the sentence.
-    A rank that is ending already goes on ending: where a communication error is on its way out, or after
-    `ending()`, a signal (the launcher's SIGTERM, as a rule, because another rank failed too) is only noted,
-    so that it cannot replace the reason.
+    A rank that leaves in the middle of a step leaves its peers waiting. So inside `deferred()` the first
+    signal is only noted in `signum`, which the ranks exchange in each step. A second signal, and any signal
+    outside, raises `Stopped` where the program is. Python's handlers wait until C++ returns, which may take
+    minutes. So a thread, which the signal wakes directly, ends the process by `end_process`: STEP_MAY_TAKE_S
+    after the first signal unless a checkpoint is being written, and ENDING_MAY_TAKE_S after the second in any
+    case. While a communication error propagates, and after `ending()`, signals are only noted, so that they
+    cannot replace the reason: most are the launcher's SIGTERM because another rank failed.
     """
 
     def __init__(self, end_process: Callable[[Stopped], None] | None = None) -> None:
         self.signum = 0
         self.is_of_a_job = False
-        """Whether the ranks have found each other, so that one may speak for all."""
+        """Whether the ranks are connected, so that one may report for all."""
         self._defer = False
         self._ending = False
         self._saving = False
@@ -74,16 +72,16 @@ class StopRequest:
             self._watch.close()
 
     def says(self, where: str) -> None:
-        """`where` completes the sentence from now on."""
+        """Sets `where`, which completes the sentence from now on."""
         self._where = lambda: where
 
     def where(self) -> str:
-        """Where the program is, for the end of a sentence; empty where it has not said."""
+        """Returns where the program is, for the end of a sentence; empty if it is not known."""
         return self._where()
 
     @contextlib.contextmanager
     def deferred(self, where: Callable[[], str] | None = None) -> Iterator[None]:
-        """While inside, the first signal waits for the end of a step; `where` completes the sentence where it
+        """Inside, the first signal waits for the end of a step. `where` completes the sentence if the step
         does not end in time, and afterwards."""
         self._defer = True
         self._where = where or self._where
@@ -92,13 +90,13 @@ class StopRequest:
         finally:
             self._defer = False
             said = self._where()
-            self._where = lambda: said  # whose sentence it is may be freed
+            self._where = lambda: said  # so that the caller's `where` can be freed
         if self.signum:
             raise Stopped(self.signum, said)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """While inside, the first signal waits for what is being written."""
+        """Inside, the first signal waits for the checkpoint that is being written."""
         self._saving = True
         try:
             yield
@@ -106,14 +104,14 @@ class StopRequest:
             self._saving = False
 
     def ending(self) -> None:
-        """From here on signals are only noted: the program is saying its last words."""
+        """From here on signals are only noted: the program is reporting its end."""
         self._ending = True
 
     def wait(self, seconds: float) -> None:
-        """Returns when a signal was noted, at the latest after so long."""
+        """Returns when a signal was noted, at the latest after `seconds`."""
         end = time.monotonic() + seconds
         while not self.signum and time.monotonic() < end:
-            time.sleep(0.02)  # a signal does not end the sleep: its handler returns
+            time.sleep(0.02)  # a signal whose handler returns does not end the sleep
 
     def note(self, signum: int) -> None:
         """Ends the run at the next step, as if `signum` had been sent."""
@@ -127,7 +125,7 @@ class StopRequest:
             raise Stopped(self.signum, self._where())
 
     def _is_over(self, first: float, again: float | None) -> bool:
-        """Whether the time is up, of signals that came at those moments."""
+        """Whether the time is up, for signals at these moments."""
         now = time.monotonic()
         if self._ending:
             return False
@@ -141,8 +139,8 @@ class StopRequest:
 
 
 def why_cut_off(took: tuple[int, float] | None, grace_s: float | None) -> str:
-    """A sentence where a save that takes as long as that one (its step, and seconds) does not end within
-    `grace_s` of a signal; empty where it does, or nothing is known."""
+    """Returns a warning if a save as long as `took` (step, seconds) would not end within `grace_s` of a
+    signal; else, or if either is unknown, an empty string."""
     if took is None or grace_s is None or took[1] <= grace_s:
         return ""
     step, seconds = took
@@ -155,7 +153,7 @@ def why_cut_off(took: tuple[int, float] | None, grace_s: float | None) -> str:
 
 
 class _Watch:
-    """A thread that sleeps until the first signal."""
+    """A thread that sleeps until the first signal, then enforces the time limits."""
 
     def __init__(self, is_over: Callable[[float, float | None], bool], cut_short: Callable[[int], None]):
         self._reading, self._writing = os.pipe()

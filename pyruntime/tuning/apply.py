@@ -1,4 +1,4 @@
-"""From the file to the ops: rank 0 looks up what was measured where it runs, and all ranks use the same."""
+"""Hands tuned choices to the ops: rank 0 looks up those of its machine, and all ranks use them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 import pyruntime
 from pyruntime.comm.core import _C
+from pyruntime.cuda import cards
 from pyruntime.machine import processor_name
 from pyruntime.nn.tiers import TIERS
 from pyruntime.ops import gemm_tables
@@ -21,16 +22,16 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Found:
-    """What rank 0 found for groups of one size on its device, to be handed to the other ranks."""
+    """The choices that rank 0 found for groups of one size on its device; the other ranks get them."""
 
     places: Cache
     words: str
-    """For the log; empty where there is no file."""
+    """A line for the log; empty if there is no file."""
 
 
 def find(path: Path, device: str, world_size: int, library: str) -> Found:
-    """Looks for choices that were measured with this device, world size and library. A file that cannot be
-    read is said in `words` and otherwise ignored."""
+    """Looks for choices that were measured with this device, world size and library. If a file cannot be
+    read, `words` says so and no choices are used."""
     try:
         everything = cache.read(path)
     except CacheError as error:
@@ -50,7 +51,7 @@ def find(path: Path, device: str, world_size: int, library: str) -> Found:
 
 
 def describe(places: Cache, path: Path) -> str:
-    """One line: how many choices, for what, of when, from where."""
+    """Returns one line: how many choices, for which places, their dates, and the file."""
     parts = [
         f"{len(choices)} choices for {place.world_size} ranks over {place.transport}, {dates(choices)}"
         for place, choices in places.items()
@@ -59,7 +60,7 @@ def describe(places: Cache, path: Path) -> str:
 
 
 def usable(choices: Choices) -> Choices:
-    """Those whose tier this build has, and those of GEMMs."""
+    """Returns the choices whose tier this build has, and those of GEMMs."""
     return {
         key: choice
         for key, choice in choices.items()
@@ -68,8 +69,8 @@ def usable(choices: Choices) -> Choices:
 
 
 def use(places: Cache) -> None:
-    """From now on `tier="auto"` of this process takes these, in groups of their size whose rows travel that
-    way, and its GEMMs go by them; others, and what was used before, are forgotten."""
+    """Makes `tier="auto"` of this process take these choices, in groups of their size and transport, and its
+    GEMMs follow them. Earlier choices are forgotten."""
     _C.clear_tuned_tiers()
     gemms = {key: one for choices in places.values() for key, one in choices.items() if is_of_gemm(key)}
     gemm_tables.use(tuned(gemm_tables.read(), gemms))
@@ -83,7 +84,7 @@ def use(places: Cache) -> None:
 
 
 def core_key(key: Key) -> tuple:
-    """As the core takes it."""
+    """Returns the key in the form that the C++ core takes."""
     *shape, dtype, device = astuple(key)
     return *shape, getattr(torch, dtype), device
 
@@ -94,13 +95,12 @@ def dates(choices: Choices) -> str:
 
 
 def device_name(device: str, threads: int) -> str:
-    """ "cpu": the processor and the threads of a rank, which decide how long a GEMM takes; "cuda": the
-    GPU."""
+    """Returns the GPU for "cuda"; for "cpu" processor and threads of a rank, which decide a GEMM's time."""
     if device == "cuda":
-        return torch.cuda.get_device_name()
+        return cards.name_of(torch.device(device))
     return f"{processor_name()}, {threads} thread(s) a rank"
 
 
 def library() -> str:
-    """GEMMs are torch's, everything else is ours."""
+    """Returns the versions that times depend on: torch for the GEMMs, pyruntime for everything else."""
     return f"pyruntime {pyruntime.__version__}, torch {torch.__version__}"

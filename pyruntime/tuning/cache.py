@@ -1,11 +1,11 @@
-"""The file of measured choices. It needs nothing but the standard library.
+"""Reads and writes the file of measured choices; needs only the standard library.
 
     {"format": "pyruntime tuning", "version": 2, "places": [
       {"device": .., "world_size": .., "transport": .., "library": ..,
        "choices": [{"op": "all_gather_matmul", "rows": 2048, .., "tier": "chunked", ..}]}]}
 
-One file serves several machines that share a home folder: a place says where its choices were measured, and
-they are used nowhere else.
+One file serves several machines that share a home folder. A place says where its choices were measured; they
+are used nowhere else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VARIABLE = "PYRUNTIME_TUNING"
 
 
 class CacheError(ValueError):
-    """Says in a sentence why a file cannot be read as a cache. `old`: it is one, of another version."""
+    """A file cannot be read as a cache; the message is a sentence. `old`: its version is another one."""
 
     def __init__(self, sentence: str, *, old: bool = False) -> None:
         super().__init__(sentence)
@@ -33,7 +33,7 @@ class CacheError(ValueError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where choices were measured, and where alone they are used."""
+    """The place of a measurement; its choices are used only there."""
 
     device: str
     """In words: a processor and the threads of a rank, or a GPU."""
@@ -47,38 +47,38 @@ class Place:
 
 @dataclass(frozen=True, order=True)
 class Key:
-    """What was measured: an op on the shapes of one rank, [rows, k] @ [n, k]^T, rows over all ranks."""
+    """A measured op on the shapes of one rank, [rows, k] @ [n, k]^T, with rows over all ranks."""
 
     op: str
-    """A primitive's name, or that with "_backward"."""
+    """Name of a primitive, or that name with "_backward"."""
     rows: int
     n: int
     k: int
     dtype: str
-    """As torch calls it: "bfloat16"."""
+    """Torch's name of it: "bfloat16"."""
     device: str
     """ "cpu" or "cuda"."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was measured of one op at one shape."""
+    """The measurements of one op at one shape, and the tier to take."""
 
     tier: str
-    """The one to take."""
+    """The tier to take."""
     seconds: dict[str, float]
-    """Median over rounds of the slowest rank, by what ops take as `tier`: "unfused", "chunked:4", .."""
+    """Median over rounds of the slowest rank, by the name for `tier`: "unfused", "chunked:4", .."""
     rounds: int
     date: str
-    """Of the measurement, as 2026-11-21."""
+    """Date of the measurement, as 2026-11-21."""
     tiles: str = ""
-    """Of the fused kernel, by name; empty: by the kernel's own rule."""
+    """Tiles of the fused kernel, by name; empty: by the kernel's own rule."""
     chunks: int = 0
-    """That each rank's rows travel in; 0: as the transport chooses."""
+    """Chunks that each rank's rows travel in; 0: as the transport chooses."""
 
     @property
     def name(self) -> str:
-        """What the ops take as `tier`."""
+        """The name that ops take as `tier`."""
         return ":".join(
             [self.tier, *([str(self.chunks)] if self.chunks else []), *filter(None, [self.tiles])]
         )
@@ -96,22 +96,22 @@ Cache = dict[Place, Choices]
 
 
 def default_path() -> Path:
-    """The file that PYRUNTIME_TUNING names, else pyruntime/tuning.json in the user's cache folder (XDG)."""
+    """Returns the file that PYRUNTIME_TUNING names, else tuning.json in `user_folder`."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
     return user_folder() / "tuning.json"
 
 
 def user_folder() -> Path:
-    """pyruntime in the user's cache folder (XDG). Raises RuntimeError where the user has none."""
+    """Returns pyruntime in the user's cache folder (XDG). Raises RuntimeError without a home folder."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative paths ignored.
+    # The XDG specification says to ignore relative paths.
     base = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
     return base / "pyruntime"
 
 
 def read(path: Path) -> Cache:
-    """The choices in a file; none where there is no file. Raises CacheError where it holds something else."""
+    """Returns the choices in a file; none if it does not exist. Raises CacheError for any other content."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -135,8 +135,7 @@ def read(path: Path) -> Cache:
 
 
 def write(path: Path, cache: Cache) -> None:
-    """Replaces the file as a whole: whoever reads meanwhile sees the old one or the new one. Raises
-    OSError."""
+    """Replaces the whole file at once: a reader sees the old one or the new one. Raises OSError."""
     places = [
         asdict(place) | {"choices": [asdict(key) | asdict(choice) for key, choice in sorted(choices.items())]}
         for place, choices in cache.items()
@@ -157,8 +156,7 @@ def write(path: Path, cache: Cache) -> None:
 
 
 def merged(cache: Cache, place: Place, choices: Choices) -> Cache:
-    """`cache` with what was measured now; older choices of the same place stay where they are not measured
-    anew."""
+    """Returns `cache` with new choices for a place; older ones stay unless measured again."""
     return cache | {place: cache.get(place, {}) | choices}
 
 
@@ -167,7 +165,7 @@ def _place(entry: dict[str, Any]) -> tuple[Place, Choices]:
     if not isinstance(place.world_size, int) or not all(
         isinstance(text, str) for text in (place.device, place.transport, place.library)
     ):
-        raise TypeError(f"{place} is no place")
+        raise TypeError(f"{place} is no valid place")
     return place, dict(_choice(values) for values in entry["choices"])
 
 
@@ -189,4 +187,4 @@ def _choice(values: dict[str, Any]) -> tuple[Key, Choice]:
 
 def _check_seconds(key: Key, seconds: Mapping[str, float]) -> None:
     if not all(isinstance(value, (int, float)) and 0 < value < math.inf for value in seconds.values()):
-        raise ValueError(f"the times of {key} are no seconds: {dict(seconds)}")
+        raise ValueError(f"the times of {key} are no positive seconds: {dict(seconds)}")

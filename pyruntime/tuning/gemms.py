@@ -1,6 +1,6 @@
 """Times both bf16 GEMMs that a CPU may have, ours and the library's, on the products of a linear layer.
 
-What is measured overrules pyruntime/ops/gemm_tables.json for the class that a shape is in.
+The measurements override pyruntime/ops/gemm_tables.json for a shape's class.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pyruntime.tuning.cache import Choice, Key
 
 OURS, LIBRARY = "ours", "library"
 LEAST_S = 0.02
-"""Of one sample: short products are repeated."""
+"""Least seconds of one sample: short products are repeated."""
 Run = Callable[[], object]
 
 
 def op_of(product: str) -> str:
-    """What the tuning file calls a product."""
+    """Returns the name of a product in the tuning file."""
     return f"gemm {product}"
 
 
@@ -32,9 +32,8 @@ def is_of_gemm(key: Key) -> bool:
 
 
 def contenders(rows: int, k: int, n: int) -> dict[str, dict[str, Run]]:
-    """By product, and "dW +=" for a gradient that is added to one, what ours and the library's compute of
-    x [rows, k] and a weight [n, k]. Call `_C.use_gemm(True)` before; ours arranges its operands in every
-    call, as a layer has it."""
+    """Returns our run and the library's for each product of x [rows, k] and a weight [n, k]. "dW +=" adds to
+    a gradient. Call `_C.use_gemm(True)` before. Ours rearranges its operands in every call, as in a layer."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape).to(torch.bfloat16)
@@ -61,7 +60,7 @@ def contenders(rows: int, k: int, n: int) -> dict[str, dict[str, Run]]:
 
 
 def seconds_of(run: Run, repeats: int = 1) -> float:
-    """Of one call: this thread's processor time, which other programs do not add to."""
+    """Returns the seconds of one call, in this thread's processor time: other programs do not add to it."""
     begin = time.thread_time()
     for _ in range(repeats):
         run()
@@ -69,7 +68,7 @@ def seconds_of(run: Run, repeats: int = 1) -> float:
 
 
 def tuned(table: GemmTable, choices: Mapping[Key, Choice]) -> GemmTable:
-    """`table` with what was measured: ours in a class where it was the faster one for all shapes of it."""
+    """Returns `table` with the measurements: ours in a class where it was faster for all shapes."""
     found: dict[tuple[str, int, int, int], bool] = {}
     for key, choice in choices.items():
         if is_of_gemm(key) and choice.tier in (OURS, LIBRARY):
@@ -81,7 +80,7 @@ def tuned(table: GemmTable, choices: Mapping[Key, Choice]) -> GemmTable:
 
 
 def measure(rows: int, k: int, n: int, rounds: int) -> dict[str, dict[str, float]]:
-    """The least seconds of ours and of the library's, by product. Both take turns."""
+    """Returns the least seconds of ours and of the library's, by product. Both take turns."""
     found = {}
     _C.use_gemm(True)
     for product, runs in contenders(rows, k, n).items():
@@ -92,5 +91,5 @@ def measure(rows: int, k: int, n: int, rounds: int) -> dict[str, dict[str, float
 
 
 def faster(seconds: Mapping[str, float]) -> str:
-    """Ours where it is at least as fast."""
+    """Returns ours if it is at least as fast, else the library's."""
     return OURS if seconds[OURS] <= seconds[LIBRARY] else LIBRARY

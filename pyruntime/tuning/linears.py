@@ -1,4 +1,4 @@
-"""Which GEMMs a model computes, as its own layers state them."""
+"""Lists the GEMMs that a model computes, as its own layers report them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyruntime.llama.config import LlamaConfig
 from pyruntime.nn.linear import ParallelLinear
 
 NAMES = {"qkv": "qkv", "out": "o_proj", "gate_up": "gate+up", "down": "down", "head": "head"}
-"""How people call them, by the attribute of the layer."""
+"""Common names of the linears, by the attribute of the layer."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class RankLinear:
     """"all_gather_matmul" or "matmul_reduce_scatter"."""
     rows: int
     n: int
-    """Of this rank's weight [n, k]."""
+    """n and k of this rank's weight [n, k]."""
     k: int
 
     @property
@@ -32,7 +32,7 @@ class RankLinear:
 
 
 def linears_of(config: LlamaConfig, group: Group, rows: int) -> list[RankLinear]:
-    """The linears of a layer, and the head, in the order of their use. Raises ValueError where `group` does
+    """Returns the linears of a layer, and the head, in the order of use. Raises ValueError if `group` does
     not divide the model."""
     model = Llama(dataclasses.replace(config, num_hidden_layers=1), group, device="meta", seed=None)
     found = []

@@ -1,9 +1,9 @@
-"""Times the tiers of one linear on all ranks, beside the GEMM and the collective alone: each as it is, and
-the chunked one with other numbers of chunks, the fused one with other tiles, where there are any.
+"""Times the tiers of one linear on all ranks, and the GEMM and the collective alone. Also times the chunked
+tier with other numbers of chunks and the fused tier with other tiles, if there are any.
 
-T_g, T_c, R and E are those of docs/figures/results.md: the best non-split GEMM, the best standalone
-collective of the same bytes, R = T_o / max(T_g, T_c) and E = (T_g + T_c - T_o) / min(T_g, T_c), all of one
-interleaved run.
+T_g, T_c, R and E are those of docs/figures/results.md: T_g the best unsplit GEMM, T_c the best standalone
+collective of the same bytes, R = T_o / max(T_g, T_c) and E = (T_g + T_c - T_o) / min(T_g, T_c). All come from
+one interleaved run.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ Run = Callable[[], object]
 LEAST_ROUNDS = 3
 WARM_UP = 2
 MUST_WIN_BY = 0.97
-"""An overlapping tier is kept unless unfused is clearly faster. So are the transport's number of chunks and
-the kernel's tiles."""
+"""An overlapping tier is kept unless unfused is clearly faster. The same holds for the transport's number of
+chunks and the kernel's tiles."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One pass of one linear; seconds are medians over rounds of the slowest rank."""
+    """The times of one pass of one linear: seconds, medians over rounds of the slowest rank."""
 
     linear: RankLinear
     when: str
     """ "forward" or "backward"."""
     keys: tuple[Key, ...]
-    """Of all ranks: they differ where a weight is cut unevenly."""
+    """Keys of all ranks; they differ if a weight is cut unevenly."""
     tiers: dict[str, float]
-    """By what ops take as `tier`: "unfused", "chunked", "chunked:4", "fused:large"."""
+    """Seconds by the name that ops take as `tier`: "unfused", "chunked", "chunked:4", "fused:large"."""
     refused: dict[str, str]
-    """Why the op does not accept the other tiers."""
+    """Reasons why the op does not accept the other tiers."""
     gemm: float
     collective: float
     rounds: int
@@ -70,8 +70,8 @@ class Measured:
 
 
 def choose(seconds: dict[str, float]) -> str:
-    """The one to take: the fastest of those that overlap, or unfused where it beats that clearly. The
-    transport's own number of chunks and the kernel's own tiles are left only for what clearly beats them."""
+    """Returns the tier to take: the fastest that overlaps, or unfused if that is clearly faster. Another
+    number of chunks or other tiles than the default are taken only if they are clearly faster."""
     plain = [name for name in seconds if name != "unfused" and ":" not in name]
     if not plain:
         return "unfused"
@@ -86,10 +86,10 @@ def choose(seconds: dict[str, float]) -> str:
 
 
 class Problem:
-    """Random operands of a linear on this rank, and what is timed on them. Every rank makes it alike.
+    """Random operands of a linear on this rank, and the runs to time on them. Every rank makes it alike.
 
-    group: the ranks that share the linear. job: those that measure at the same time, of several such groups;
-    None: all of the job.
+    group: the ranks that share the linear. job: the ranks that measure together, perhaps several such groups;
+    None: all ranks.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Problem:
         return ops.matmul_reduce_scatter(x, weight, self.group, tier=tier)
 
     def tier(self, name: str, when: str) -> Run:
-        """One pass in a tier. The backward is of one forward, which is not timed and kept."""
+        """Returns one pass in a tier. A backward repeats on one forward, which is kept and not timed."""
         if when == "forward":
             return lambda: self.apply(self.x, self.weight, name)
         x, weight = (operand.detach().requires_grad_() for operand in (self.x, self.weight))
@@ -127,7 +127,7 @@ class Problem:
         return lambda: torch.autograd.grad(y, (x, weight), self.dy, retain_graph=True)
 
     def gemm(self, when: str) -> Run:
-        """The rank's GEMMs by the vendor library, none of them split, into kept memory."""
+        """Returns the rank's GEMMs by the vendor library, unsplit, into preallocated memory."""
         if when == "forward":
             pairs = [(self.x_whole, self.weight.t())]
         else:
@@ -141,8 +141,8 @@ class Problem:
         return run
 
     def collectives(self, when: str) -> dict[str, Run]:
-        """The collective that the pass cannot do without, by whose it is. The second gather of x that a
-        column linear's weight gradient takes where x was not kept does not count."""
+        """Returns the collective that the pass needs, by implementation. If x was not kept, a column linear's
+        weight gradient gathers it again; that gather is not counted."""
         gathers = self.linear.gathers == (when == "forward")
         whole = self.x_whole if self.linear.gathers else self.y_whole
         own = self.x if self.linear.gathers else self.dy
@@ -169,13 +169,13 @@ class Problem:
         return Key(op, linear.rows, linear.n, linear.k, dtype, self.device.type)
 
     def finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
 
 def measure(problem: Problem, when: str, rounds: int, seconds: float) -> Measured:
-    """Times one pass: `rounds` rounds, or as many as fit into `seconds`, at least three. Collective over
-    the problem's job."""
+    """Times one pass: `rounds` rounds, or as many as fit into `seconds`, at least three. Collective over the
+    problem's job."""
     tiers, refused = accepted_tiers(problem, when)
     tiers |= {name: problem.tier(name, when) for name in other_choices(problem, when)}
     variants: dict[str, Run] = {f"tier {name}": run for name, run in tiers.items()}
@@ -204,8 +204,8 @@ def measure(problem: Problem, when: str, rounds: int, seconds: float) -> Measure
 
 
 def accepted_tiers(problem: Problem, when: str) -> tuple[dict[str, Run], dict[str, str]]:
-    """The tiers that the op runs in here, and why it does not in the others. A tier that one rank refuses is
-    refused for all."""
+    """Returns the tiers in which the op runs here, and the reasons against the others. A tier that one rank
+    refuses is refused for all."""
     accepted: dict[str, Run] = {}
     refused: dict[str, str] = {}
     for name in TIERS:
@@ -227,9 +227,9 @@ def accepted_tiers(problem: Problem, when: str) -> tuple[dict[str, Run], dict[st
 
 
 def other_choices(problem: Problem, when: str) -> list[str]:
-    """Numbers of chunks and tiles worth measuring beside the tiers as they are, such as "chunked:4" or
-    "fused:large": those that all ranks of the job name, as tiles may differ where a weight is cut unevenly.
-    After the group's first op."""
+    """Returns other numbers of chunks and tiles worth measuring, such as "chunked:4" or "fused:large". Only
+    names that all ranks of the job give: tiles may differ if a weight is cut unevenly. Call it after the
+    group's first op."""
     mine = _C.other_choices(core_key(problem.key(when)), comm.group_name(problem.group))
     first, *others = gathered(mine, list[str], problem.job)
     return [name for name in first if all(name in other for other in others)]
@@ -239,12 +239,12 @@ T = TypeVar("T")
 
 
 def gathered(value: T, kind: type[T], job: dist.ProcessGroup | None = None) -> list[T]:
-    """A value of each rank of the job, of the type `kind` (`comm.messages`), on all of them."""
+    """Returns on all ranks of the job a list of each rank's value, of type `kind` (`comm.messages`)."""
     return gather(job or dist.group.WORLD, "Tuning", value, kind)
 
 
 def largest(value: float, job: dist.ProcessGroup | None = None) -> float:
-    """The largest of a number of each rank of the job, on all of them."""
+    """Returns on all ranks of the job the largest value of any of them."""
     box = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(box, dist.ReduceOp.MAX, job)
     return float(box)

@@ -1,6 +1,6 @@
-"""Times the rank's own GEMM by tiles that the library of kernels does not have, compiled by NVRTC.
+"""Times the rank's own GEMM with tiles that the library of kernels does not have, compiled by NVRTC.
 
-It is the portable GEMM alone, nothing travels: it says whether other tiles would be worth building in.
+It runs only the portable GEMM, without transfers, and shows whether other tiles are worth building in.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class TimedVariants:
-    """One GEMM; seconds are medians over rounds of the slowest rank."""
+    """The times of one GEMM: seconds, medians over rounds of the slowest rank."""
 
     name: str
-    """ "qkv forward"."""
+    """The linear and the pass, as "qkv forward"."""
     seconds: dict[str, float]
-    """By the tiles' name in CANDIDATES."""
+    """Seconds by the tiles' name in CANDIDATES."""
     refused: dict[str, str]
-    """Why other tiles were not timed."""
+    """Reasons why other tiles were not timed."""
 
     def sentence(self) -> str:
-        """What it says of the tiles that are built in."""
+        """Returns a sentence that compares the built-in tiles with the fastest variant."""
         built_in = {name: value for name, value in self.seconds.items() if name in BUILT_IN}
         if not built_in:
             return f"{self.name}: tile variants were not timed: {next(iter(self.refused.values()))}"
@@ -41,9 +41,9 @@ class TimedVariants:
 
 
 def time_variants(problem: Problem, when: str, rounds: int) -> TimedVariants:
-    """Times Y = X W^T ("forward") or dX = dY W ("backward") of all rows by every candidate that compiles for
-    this device, in interleaved rounds. Collective over the problem's job; compiling takes seconds for each.
-    What cannot be had on one rank is timed on none."""
+    """Times Y = X W^T ("forward") or dX = dY W ("backward") of all rows with every candidate that compiles
+    for this device, in interleaved rounds. Collective over the problem's job; each compilation takes seconds.
+    A candidate that fails on one rank is timed on none."""
     forward = when == "forward"
     layout = "NT" if forward else "NN"
     a = problem.x_whole if forward else problem.y_whole

@@ -1,8 +1,8 @@
-"""How times are taken, in tuning and in the benchmarks.
+"""Takes times, in tuning and in the benchmarks, by three rules.
 
-Three rules. Variants take turns within a round, in a new shuffled order each round, so that a machine that
-slows down slows all of them. The ranks start each timing together. A round's time is that of the slowest
-rank, and a variant's time is the median over rounds.
+Variants take turns within a round, in a new shuffled order each round, so a machine that slows down slows all
+of them. The ranks start each timing together. A round's time is the slowest rank's, a variant's time the
+median over rounds.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from pyruntime.comm.exchange import named_failures
 
-LEAD_S = 0.001  # from agreeing on a start to starting: longer than the message that agrees takes
+LEAD_S = 0.001  # between agreeing on a start and starting: longer than the message that agrees takes
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One figure a round, in the order of the rounds."""
+    """One value for each round, in order."""
 
     rounds: tuple[float, ...]
 
@@ -42,12 +42,12 @@ class Sample:
         return (high - low) / 2 / self.median
 
     def over(self, other: Sample) -> Sample:
-        """This divided by `other`, round by round: what both met in a round cancels."""
+        """Returns this divided by `other`, round by round: what slowed both in a round cancels."""
         return Sample(tuple(a / b for a, b in zip(self.rounds, other.rounds, strict=True)))
 
 
 def start_together(group: dist.ProcessGroup | None = None) -> float:
-    """Return on all ranks of a group (None: of the job) at the same moment; the moment, in seconds of
+    """Returns on all ranks of a group (None: of the job) at the same moment, with that moment in seconds of
     `time.perf_counter`.
 
     On one host that clock is the same for all processes: the ranks agree on a time and wait for it. Ranks of
@@ -74,11 +74,11 @@ def interleave(
     finish: Callable[[], object] = lambda: None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Sample]:
-    """Seconds of every variant over `rounds` rounds. Every rank of `group` (None: of the job) calls this
-    alike and gets the same times.
+    """Returns the seconds of every variant over `rounds` rounds. Every rank of `group` (None: of the job)
+    makes the same call and gets the same times.
 
-    finish: returns when the device has done what a variant gave it.
-    Nothing is warmed up here: call each variant before, as often as it needs.
+    finish: returns when the device has finished a variant's work. Nothing is warmed up here: call each
+    variant before, as often as it needs.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     names = sorted(variants)

@@ -53,7 +53,7 @@ REFUSED = {
     "GPT2": (
         "llama",
         {"n_embd": 32, "n_layer": 1, "n_head": 4},
-        "GPT2Config of this GPT2LMHeadModel has none",
+        "GPT2Config of this GPT2LMHeadModel it is missing",
     ),
 }
 

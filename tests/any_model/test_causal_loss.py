@@ -71,7 +71,7 @@ def of_other_logits(group) -> tuple[int, str]:
 def test_the_loss_of_logits_that_the_model_has_changed_is_its_own(ranks):
     for calls, said in ranks.run(of_other_logits, 2):
         assert calls == 1
-        assert "\nloss: of whole logits: the model has made others of its head's" in said
+        assert "\nloss: of whole logits: the model computes others from its head's" in said
         assert "norm by" not in said  # Gemma's adds one to its weight
 
 

@@ -199,5 +199,5 @@ def test_layers_show_in_a_profile_by_name(ranks):
 
 
 def test_what_is_no_module_is_told():
-    with pytest.raises(TypeError, match=r"^explain\(\) is of an nn.Module; found: str\.$"):
+    with pytest.raises(TypeError, match=r"^explain\(\) takes an nn.Module; found: str\.$"):
         explain("a model")

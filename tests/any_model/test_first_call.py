@@ -244,7 +244,7 @@ def test_counts_of_heads_become_a_ranks_own(ranks, world_size):
         (
             Fickle,
             {"*up": "column", "*down": "row"},
-            "0.down is not called with the plan where it is called without",
+            "0.down is called in another place with the plan than without it",
         ),
         (Normed, {"3.down": "row"}, "3.down is a 'row' linear and is given an input of shape [2, 6, 24]"),
         (Normed, {"3.up": "column"}, "3.norm cannot work on a rank's features of 3.up"),
@@ -268,7 +268,7 @@ def outputs_refused(group) -> str:
 def test_an_output_that_is_cut_is_refused(ranks):
     for message in ranks.run(outputs_refused, 2):
         assert "has shape [2, 6, 12], without it the shape is [2, 6, 24]" in message
-        assert "what reads 0 reads a rank's features alone" in message and "'column_gather'" in message
+        assert "code that reads 0 gets only a rank's features" in message and "'column_gather'" in message
 
 
 def test_heads_that_the_ranks_do_not_divide_are_refused(ranks):

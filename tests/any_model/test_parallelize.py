@@ -275,7 +275,7 @@ def test_refusals_are_sentences(ranks):
         "tied dims": "embed.weight and head.weight are one tied tensor, but the plan cuts them along "
         "different",
         "twice": "embed (pattern 'embed') is parallel already",
-        "wrapped": "wrapped in DistributedDataParallel (of), which keeps the parameters that would be cut",
+        "wrapped": "wrapped in DistributedDataParallel (of), which would keep the uncut parameters",
         "cut": "head.weight is a DTensor: another tool has cut this model already (from_pretrained",
         "weights": "0.weight of rank 1 is not that of rank 0",
         "permuted": "0.weight of rank 1 is not that of rank 0",

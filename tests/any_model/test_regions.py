@@ -215,7 +215,7 @@ def test_a_region_behind_frozen_layers_is_known(ranks, kind):
 
 def test_what_cannot_be_told_is_refused(ranks):
     for message in ranks.run(refused, 2, Reentrant):
-        assert "is no parameter, and whether it is cut cannot be told" in message
+        assert "is no parameter, so it is unknown whether it is cut" in message
     for message in ranks.run(refused, 2, ReadsShards):
         assert "down" in message
 

@@ -32,4 +32,4 @@ def test_both_trees_train_in_turns(tmp_path):
 @pytest.mark.second_tier
 def test_a_folder_that_is_not_built_is_refused(tmp_path):
     done = run(str(tmp_path))
-    assert done.returncode == 2 and "is no checkout that has been built" in done.stderr
+    assert done.returncode == 2 and "is not a built checkout" in done.stderr

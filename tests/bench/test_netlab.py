@@ -37,7 +37,7 @@ def test_rates_and_faults_are_read_or_refused_with_what_to_write():
             "--rate-host names host 2; the hosts are 0 to 1",
         ),
         ([*hosts(2), "--fail", "kill:rank2@1s", "--", "true"], "names rank 2; the ranks are 0 to 1"),
-        (hosts(2), "there is no COMMAND; write -- and the command at the end"),
+        (hosts(2), "COMMAND is missing; write -- and the command at the end"),
         (["--hosts", "2", "--", "true"], "the following arguments are required: --ranks-per-host, --rate"),
     ],
 )

@@ -86,7 +86,7 @@ def test_faults_can_be_counted_from_when_a_rank_says_that_it_is_ready(tmp_path):
     assert moment >= 0.9
     assert done.returncode == 137
     again = netlab(*hosts(1, 2), *ask, "--", "true")
-    assert again.returncode == 2 and f"--ready {ready} is there already" in again.stderr
+    assert again.returncode == 2 and f"--ready {ready} exists already" in again.stderr
 
 
 @on_a_network
@@ -117,7 +117,7 @@ def test_a_rank_stopped_for_good_does_not_keep_the_run_from_ending():
 def test_a_command_that_cannot_be_run_is_one_sentence_and_exit_code_127(tmp_path):
     done = netlab(*hosts(1), "--", "no-such-program-here")
     assert done.returncode == 127
-    assert "there is no program 'no-such-program-here' to be run" in done.stderr
+    assert "there is no program 'no-such-program-here'" in done.stderr
     script = tmp_path / "script"
     script.write_text("#!/no/such/interpreter\n")
     script.chmod(0o755)

@@ -52,5 +52,5 @@ def test_runs_of_another_length_are_not_mixed(tmp_path):
     assert quality.read(path, 96) == []
     path.write_text(json.dumps({"settings": {"steps": 96}, "results": [result(0, ADAMW, 2.0)]}))
     assert quality.read(path, 96) == [result(0, ADAMW, 2.0)]
-    with pytest.raises(SystemExit, match="holds runs of 96 steps, and 48 were asked for"):
+    with pytest.raises(SystemExit, match="holds runs of 96 steps, and --steps is 48"):
         quality.read(path, 48)

@@ -1,6 +1,7 @@
 """Hugging Face models become checkpoints and checkpoints Hugging Face models, as transformers reads them."""
 
 import json
+import random
 import shutil
 
 import numpy as np
@@ -94,7 +95,7 @@ def test_a_checkpoint_of_a_run_is_what_the_run_left_as_its_model(tmp_path, monke
 
 def test_the_tokenizer_of_a_run_on_tokens_goes_along_or_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.getrandbits(64))
     text = " ".join(map(str, rng.integers(10**6, size=4000)))
     (tmp_path / "text.txt").write_text(text)
     engine = Tokenizer(models.BPE())
@@ -117,9 +118,9 @@ def test_the_tokenizer_of_a_run_on_tokens_goes_along_or_is_refused(tmp_path, mon
         return said
 
     (tmp_path / "tokens").rename(tmp_path / "elsewhere")
-    assert "data.paths tokens, which may have been tokens with theirs, is gone; bring it" in refusal("a")
+    assert "data.paths tokens, which may have held tokens with theirs, is gone; restore" in refusal("a")
     assert main(["tokenize", "tokens", "--paths", "text.txt"]) == 0
-    assert "leads to a tokenizer of 256 tokens, and the model in run/checkpoints/step-000001 has 640" in (
+    assert "leads to a tokenizer of 256 tokens, but the model in run/checkpoints/step-000001 has 640" in (
         refusal("b")
     )
 
@@ -174,7 +175,11 @@ def test_what_cannot_be_converted_is_refused_in_one_sentence(converted, tmp_path
     empty.mkdir()
     for source, target, words in (
         (tmp_path / "nowhere", tmp_path / "a", f"--source {tmp_path}/nowhere: there is no such folder."),
-        (theirs, converted / "ours", f"--target {converted}/ours is there already; name a new folder."),
+        (
+            theirs,
+            converted / "ours",
+            f"--target {converted}/ours exists and is not an empty folder; name a new folder.",
+        ),
         (empty, tmp_path / "b", f"--source: {empty} holds no complete checkpoint"),
     ):
         assert main(["convert", "--source", str(source), "--target", str(target)]) == 2

@@ -173,7 +173,7 @@ def test_an_empty_answer_is_said(run, monkeypatch, capsys):
     assert main(ask) == 0
     said = capsys.readouterr()
     assert said.out == "a\n"
-    assert said.err.startswith("pyruntime: the model has added nothing to the prompt: ")
+    assert said.err.startswith("pyruntime: the model added nothing to the prompt: ")
 
 
 SAMPLING = {

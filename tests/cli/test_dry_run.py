@@ -21,7 +21,6 @@ from pyruntime.train import config_file
 from pyruntime.train.config import tokens_per_step
 from pyruntime.train.planned import estimate, rules_of
 from pyruntime.train.resolved import check
-from pyruntime.train.validate.gpus import check_between_hosts
 from tests.train.jobs import changed
 from tools import write_presets
 from tools.write_presets import PRESETS
@@ -88,7 +87,7 @@ def test_fp32_takes_twice_the_memory_of_weights_and_activations():
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.model)
-def test_presets_run_on_gpus_of_several_hosts_and_fit_them(preset):
+def test_presets_have_tensor_and_data_parallel_ranks_and_fit_their_gpus(preset):
     path = config_file.find(preset.model)
     cluster = find_cluster(preset.cluster)
     numbers = config_file.ranks_of(path)
@@ -97,8 +96,7 @@ def test_presets_run_on_gpus_of_several_hosts_and_fit_them(preset):
         config = config_file.load(path, gpus)
         run = check(config, gpus)
         assert config.train.device == "cuda" and tokens_per_step(config) in write_presets.TOKENS
-        if gpus > cluster.gpus_per_node:
-            check_between_hosts(config)
+        assert config.parallel.cp == config.parallel.pp == 1
         memory = held(run).total
         assert memory <= SAFE * cluster.memory_bytes, gpus
         said = re.search(rf"\d+ GB a GPU\n\[ranks.{gpus}\]", path.read_text())[0]
@@ -188,5 +186,5 @@ def test_a_preset_is_the_planners():
 
 def test_a_number_of_ranks_without_a_mesh_is_refused_with_those_that_have_one(capsys):
     assert main(["train", "--config", "llama3-70b", "--dry_run", "48"]) == 2
-    assert re.search(r"llama3-70b\.toml says how .*512, 1024 ranks share the work, and not how 48 would;",
+    assert re.search(r"llama3-70b\.toml has tables for .*512, 1024 ranks, and none for 48;",
                      capsys.readouterr().err)  # fmt: skip

@@ -83,12 +83,12 @@ def test_what_would_not_run_is_refused(capsys):
             ["--parallel.dp", "2", "--data_parallel.method", "diloco", "--data_parallel.tau", "8"],
             "mesh counts",
         ),
-        (["--parallel.dp", "2", "--data_parallel.compression", "quantize"], "leave both out, or read"),
+        (["--parallel.dp", "2", "--data_parallel.compression", "quantize"], "leave both options out"),
         (
             ["--parallel.pp", "2", "--pipeline.wire", "fp8"],
-            "pipeline.wire=fp8: mesh counts the bytes",
+            "pipeline.wire=fp8: mesh counts only bytes",
         ),
-        (["--parallel.tp", "2", "--parallel.tp_wire", "fp8"], "parallel.tp_wire=fp8: mesh counts the bytes"),
+        (["--parallel.tp", "2", "--parallel.tp_wire", "fp8"], "parallel.tp_wire=fp8: mesh counts only bytes"),
         (["--ranks", "none"], "--ranks must be a number of at least 1, found none."),
         (["--rank", "2"], "There is no option --rank; the nearest is --ranks"),
     ]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import time
 import tomllib
 
@@ -110,19 +109,13 @@ def test_the_trainer_is_asked_what_it_runs():
     assert "architecture" in gpt.refusal(Mesh(tp=4, dp=4))
 
 
-def test_what_gpus_of_several_hosts_cannot_do_does_not_run_there():
-    """Axis by axis, in the words of the run's own refusal."""
-    runs = [Mesh(tp=8, dp=2), Mesh(tp=2, dp=8, zero=3), Mesh(x=2, y=2, z=4)]
-    within = {"cp": Mesh(tp=4, cp=2), "pp": Mesh(tp=2, pp=4, kind="zb-v")}
+def test_what_gpus_cannot_do_does_not_run_there():
     one, two = (Asked(job("llama3-8b", "dgx-h100", gpus, 64, 8192)) for gpus in (8, 16))
+    runs = [Mesh(tp=8, dp=2), Mesh(tp=2, dp=8, zero=3), Mesh(x=2, y=2, z=4)]
+    runs += [Mesh(tp=4, cp=2, dp=2), Mesh(tp=2, pp=4, dp=2, kind="zb-v")]
     assert [two.refusal(mesh) for mesh in runs] == [None] * len(runs)
-    for axis, mesh in within.items():
-        assert one.refusal(mesh) is None
-        refusal = two.refusal(dataclasses.replace(mesh, dp=2))
-        assert refusal.startswith(f"parallel.{axis}={getattr(mesh, axis)}: GPUs of several hosts have no way")
     for asked in (one, two):
-        co2 = asked.refusal(Mesh(tp=4, dp=asked.job.gpus // 4, tau=3))
-        assert "data_parallel.method=co2 is done on the CPU alone" in co2
+        assert asked.refusal(Mesh(tp=4, dp=asked.job.gpus // 4, tau=3)) is None
         assert settings(asked.job, Mesh(tp=8))["train"]["device"] == "cuda"
     on_cpus = dataclasses.replace(one.job, cluster=of_cpus("dgx-h100"))
     assert "device" not in settings(on_cpus, Mesh(tp=8))["train"]
@@ -145,15 +138,13 @@ def test_a_plan_without_master_weights_trains_without_them(capsys, tmp_path):
 
 
 @pytest.mark.second_tier
-def test_a_plan_with_muon_is_one_that_the_trainer_takes(capsys, tmp_path):
+def test_a_plan_with_muon_is_one_that_the_trainer_takes(tmp_path):
     file = tmp_path / "muon.toml"
     asked = [*SMALL, "--optimizer", "muon", "--config", str(file)]
     assert main([*asked, "--cluster", cpus(tmp_path)]) == 0
     assert tomllib.loads(file.read_text())["optimizer"] == {"name": "muon"}
     assert main(["train", "--config", str(file), "--dry-run", "8"]) == 0
-    assert main([*asked, "--explain", "1", "--top", "1"]) == 2
-    refusal = "--config: the trainer does not run line 1: optimizer.name=muon is done on the CPU alone"
-    assert refusal in capsys.readouterr().err
+    assert main([*asked, "--explain", "1", "--top", "1"]) == 0  # on GPUs
     both = [*SMALL, "--optimizer", "muon", "--rounding", "stochastic"]
     assert main(both) == 2
 
@@ -211,7 +202,7 @@ def test_the_dry_run_refuses_what_the_run_would(capsys, tmp_path):
     assert main(["train", "--config", str(path), "--dry-run", "64"]) == 2
     assert "4 layers cannot be cut into 64 stages" in capsys.readouterr().err
     assert main(["train", "--config", str(path), "--dry-run", "many"]) == 2
-    assert "--dry_run needs the number of ranks" in capsys.readouterr().err
+    assert "--dry_run needs a number of ranks" in capsys.readouterr().err
 
 
 def test_a_pipeline_across_two_clusters_has_layers_by_speed(capsys, tmp_path):
@@ -232,15 +223,8 @@ def test_a_pipeline_across_two_clusters_has_layers_by_speed(capsys, tmp_path):
     assert main([*argv, "--join", "selene"]) == 0
     shown = capsys.readouterr().out
     assert "8 GPUs of dgx-h100, then 8 of selene" in shown
-    refusal = re.search(
-        r"The trainer does not run the first: parallel\.[cp]p=\d: GPUs of several hosts", shown
-    )
-    assert refusal
-    assert main([*argv, "--join", "selene", "--config", str(path)]) == 2
-    assert f"--config: {refusal[0].lower()}" in capsys.readouterr().err.lower()
-    both = ["--cluster", cpus(tmp_path), "--join", cpus(tmp_path, "selene")]
-    assert main([*argv, *both, "--config", str(path)]) == 0
-    assert "The trainer runs the first." in capsys.readouterr().out
+    assert "The trainer runs the first." in shown
+    assert main([*argv, "--join", "selene", "--config", str(path)]) == 0
     layers = tomllib.loads(path.read_text())["pipeline"]["layers"]
     assert sum(layers) == 32 and layers[0] > 2 * layers[-1]
     assert main(["train", "--config", str(path), "--dry-run", "16"]) == 0

@@ -228,7 +228,7 @@ def test_the_planner_measures_the_link_of_two_ranks(tmp_path):
     process = start(2, "plan", "--measure", "mine.toml", cwd=tmp_path)
     code, out, err = finish(process)
     assert code == 0, out + err
-    assert "GEMMs wait a second for " in out
+    assert "GEMMs lose a second for every " in out
     found = tomllib.loads((tmp_path / "mine.toml").read_text())
     assert found["gpus_per_node"] == 2
     assert 1e7 < found["core_bandwidth"] < 1e11

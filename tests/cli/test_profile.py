@@ -13,7 +13,7 @@ from pyruntime.plan import stage_costs
 from pyruntime.plan.slice_cost import fit
 from pyruntime.train.errors import ConfigError
 
-SMALL = ["--preset", "debug", "--layers", "1", "--seq-len", "64", "--step", "16", "--stages", "3"]
+SMALL = ["--preset", "debug", "--layers", "1", "--seq_len", "64", "--step", "16", "--stages", "3"]
 
 
 def test_prints_costs_and_slices_that_add_up(tmp_path, capsys):
@@ -30,9 +30,10 @@ def test_prints_costs_and_slices_that_add_up(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--step", "48"], "--step=48 must divide --seq-len=1024 into at least 4 parts"),
+        (["--step", "48"], "--step=48 must divide --seq_len=1024 into at least 4 parts"),
         (["--layers", "0"], "--layers must be at least 1, found 0"),
         (["--preset", "3x"], "There is no model preset '3x'"),
+        (["--preset", "mixtral-8x7b"], "mixtral-8x7b has experts, which are not measured yet"),
     ],
 )
 def test_refuses_what_does_not_fit(arguments, sentence):

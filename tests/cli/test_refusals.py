@@ -26,6 +26,8 @@ def refused(capsys, *argv):
 def test_a_switch_takes_truth_as_configurations_and_as_python_write_it(word):
     for argv in (["--train.ledger", word], [f"--train.ledger={word}"]):
         assert arguments.parse(RunConfig, argv, "train", "").train.ledger is True
+    tied = arguments.parse(RunConfig, ["--model.tie_word_embeddings", word], "train", "").model
+    assert tied.tie_word_embeddings is True
     text = arguments.parse(RunConfig, ["--output.wandb", "true"], "train", "").output.wandb
     assert text == "true"
 
@@ -54,8 +56,8 @@ def test_a_switch_takes_truth_as_configurations_and_as_python_write_it(word):
             ["train", "--train.stepz", "3"],
             "There is no option --train.stepz; the nearest is --train.steps; see",
         ),
-        (["train", "--parallel.slices", "1"], "parallel.slices is no option any more: it is called"),
-        (["train", "--comm.tuning=off"], "comm.tuning is no option any more: comm.tier=chunked leaves"),
+        (["train", "--parallel.slices", "1"], "parallel.slices was removed: it is now called"),
+        (["train", "--comm.tuning=off"], "comm.tuning was removed: comm.tier=chunked ignores"),
         (["train", "--stepz=3"], "There is no option --stepz; the nearest is --train.steps;"),
         (["train", "--lr", "3"], "There is no option --lr; the nearest is --optimizer.lr;"),
         (["train", "--confg", "main"], "There is no option --confg; the nearest is --config;"),
@@ -90,19 +92,22 @@ def test_a_switch_takes_truth_as_configurations_and_as_python_write_it(word):
         (["doctor", "--ranks", "-1"], "--ranks must not be negative"),
         (
             ["profile", "--json", "/nowhere/a.json"],
-            "--json: /nowhere/a.json lies in no folder that is there;",
+            "--json: /nowhere/a.json is in a folder that does not exist;",
         ),
         (["report", "/tmp", "--cluster", "nope"], "--cluster: There is no cluster 'nope'"),
         (["schedule", "--kind", "2f2b"], "kind"),
         (["schedule", "--stages", "0"], "--stages must be at least 1, found 0."),
-        (["schedule", "--slices", "2"], "1f1b does not cut sequences, and slices=2 were asked for;"),
+        (["schedule", "--slices", "2"], "1f1b does not cut sequences, so slices=2 is not possible;"),
         (
             ["schedule", "--forward", "-1"],
-            "forward must be seconds of at least 0 and at most 1e+12, found -1.0.",
+            "forward must be from 0 to 1e+12 seconds, found -1.0.",
         ),
         (["schedule", "--from_csv", "/nowhere"], "--from_csv /nowhere cannot be read:"),
         (["schedule", "--plot", "/nowhere/a.png"], "/nowhere/a.png: cannot be written:"),
-        (["schedule", "--from_csv", "/nowhere", "--stages", "2"], "--stages is said by the file of"),
+        (
+            ["schedule", "--from_csv", "/nowhere", "--stages", "2"],
+            "--stages and --from_csv, whose file sets it, exclude",
+        ),
     ],
 )
 def test_a_bad_request_is_one_sentence_and_exit_code_2(capsys, argv, sentence):
@@ -156,7 +161,7 @@ def test_tasks_of_srun_without_torchruns_variables_are_refused(capsys, monkeypat
 
 
 def test_going_on_by_itself_needs_a_folder_of_its_own(capsys):
-    assert "checkpoint.resume=auto goes on with the run in output.run_dir, which is not set" in refused(
+    assert "checkpoint.resume=auto resumes the run in output.run_dir, which is not set" in refused(
         capsys, "train", "--config", "tiny", "--checkpoint.resume", "auto"
     )
 

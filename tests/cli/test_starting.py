@@ -38,7 +38,7 @@ def test_a_process_that_is_stopped_while_it_imports_says_so(tmp_path, signum):
     found = ended(tmp_path, signum, ["-m", "pyruntime", "train"], RANK="3")
     assert found.returncode == 128 + signum
     assert found.stderr == (
-        f"pyruntime: rank 3: Stopped by {signum.name} before it had begun; nothing was saved.\n"
+        f"pyruntime: rank 3: Stopped by {signum.name} before the program began; nothing was saved.\n"
     )
 
 

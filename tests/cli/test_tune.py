@@ -28,21 +28,21 @@ def file(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "tune needs --model NAME or --config FILE, one of them."),
-        (["--model", "3m", "--config", "main"], "tune needs --model NAME or --config FILE, one of them."),
+        ([], "tune needs either --model NAME or --config FILE."),
+        (["--model", "3m", "--config", "main"], "tune needs either --model NAME or --config FILE."),
         (["--model", "3x"], "--model: There is no model '3x'; the nearest is"),
-        (["--model", "gpt-145.6b"], "--model: gpt-145.6b is no Llama that the trainer has a preset of."),
+        (["--model", "gpt-145.6b"], "--model: gpt-145.6b is not a Llama with a preset of the trainer."),
         (["--config", "no.toml"], "--config no.toml: there is no such file and no such preset;"),
         (["--model", "3m", "--rounds", "2"], "--rounds must be at least 3, found 2."),
         (["--model", "3m", "--budget", "0"], "--budget must be at least 0.001"),
         (
             ["--model", "3m", "--variants", "True", "--device", "cpu"],
-            "--variants times tiles of kernels for GPUs",
+            "--variants times GPU kernels",
         ),
         (["--model", "3m", "--seq_len", "-1"], "--seq_len must not be negative, found -1."),
-        (["--model", "3m", "--tp", "3"], "tp=3 and 4 ranks were started; start tp of them or a multiple"),
+        (["--model", "3m", "--tp", "3"], "tp=3 does not fit the 4 started ranks; tp must"),
         (["--model", "debug", "--tp", "4", "--dtype", "fp16"], "dtype"),
-        (["--model", "dim1024", "--tp", "1"], "let tp be at least 2."),
+        (["--model", "dim1024", "--tp", "1"], "tp must be at least 2"),
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence(capsys, monkeypatch, file, arguments, sentence):
@@ -56,7 +56,7 @@ def test_what_cannot_be_measured_is_one_sentence(capsys, monkeypatch, file, argu
 def test_one_rank_has_nothing_to_tune(capsys, monkeypatch, file):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert main(SMALL) == 2
-    assert "one rank has nobody to transfer to; start it with torchrun" in capsys.readouterr().err
+    assert "one rank sends nothing; start it with torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["{", '{"format": "another"}'])

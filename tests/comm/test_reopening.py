@@ -50,6 +50,28 @@ def cycles_case(_, transport: str, port: int | None, cycles: int):
     return found
 
 
+def costs_of_peers_case(_):
+    """The peers that have cost something at the beginning and at the end of each of two jobs."""
+    found = []
+    for _ in range(2):
+        with pyruntime.Runtime.start(deadline_s=60) as runtime:
+            begun = list(pyruntime.comm.peers())
+            for late in (0, 0.2):  # the second time rank 0 waits for rank 1
+                time.sleep(late * runtime.rank)
+                pyruntime.all_reduce(torch.ones(4), runtime.tp)
+            found.append((begun, list(pyruntime.comm.peers())))
+    return found
+
+
+def test_what_peers_have_cost_ends_with_the_job(ranks):
+    """The groups of the next job may have the same names and other ranks."""
+    outcomes = ranks.launch(costs_of_peers_case, 2, init=False)
+    for rank in outcomes:
+        assert rank.error is None, rank.output
+        assert [begun for begun, _ in rank.value] == [[], []]
+    assert [ended for _, ended in outcomes[0].value] == [[("tp", 1)]] * 2
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

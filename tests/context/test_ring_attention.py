@@ -244,15 +244,15 @@ def test_auto_is_the_ring_bit_for_bit(ranks):
         ({"variant": "tree"}, ValueError, "is none of ring, all_gather_kv, ulysses, auto"),
         ({"variant": "ulysses"}, ValueError, "2 ranks do not divide 1 key/value heads"),
         ({"groups": 2, "heads": 3}, ValueError, "must divide q's heads"),
-        ({"queries": 5}, ValueError, "queries are of as many tokens as keys, or of 1 or more of the last"),
-        ({"queries": 0}, ValueError, "queries are of as many tokens as keys, or of 1 or more of the last"),
+        ({"queries": 5}, ValueError, "q must have as many tokens as k, or only 1 or more of the last"),
+        ({"queries": 0}, ValueError, "q must have as many tokens as k, or only 1 or more of the last"),
         ({"layout": "balanced"}, ValueError, "pass document_ids"),
         (
             {"document_ids": torch.zeros(7, dtype=torch.long)},
             ValueError,
             r"must be integers \[2, 8\] or \[8\]",
         ),
-        ({"dtype": torch.bfloat16}, TypeError, "cast them alike"),
+        ({"dtype": torch.bfloat16}, TypeError, "cast them to one dtype"),
     ],
 )
 def test_what_does_not_fit_is_said(ranks, changes, kind, sentence):

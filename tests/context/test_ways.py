@@ -14,7 +14,10 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 
 def masks(layout, ranks, share, causal=True, ids=None, queries=None):
     queries = share if queries is None else queries
-    return [Mask(layout, ranks * share, ranks, rank, causal, queries, ids) for rank in range(ranks)]
+    return [
+        Mask(layout, ranks * share, ranks, rank, causal, queries, torch.device("cpu"), ids)
+        for rank in range(ranks)
+    ]
 
 
 @pytest.mark.parametrize("queries", [14, 5])

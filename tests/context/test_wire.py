@@ -56,7 +56,7 @@ def test_the_bytes_fall_as_the_values_do(ranks):
 
 def refused(group):
     x = torch.randn(1, 4, 2, 8)
-    with pytest.raises(ValueError, match='wire="fp8" is of the ring, and variant="all_gather_kv"'):
+    with pytest.raises(ValueError, match='wire="fp8" is only for variant="ring", not for "all_gather_kv"'):
         ring_attention(x, x, x, group, variant="all_gather_kv", wire="fp8")
     with pytest.raises(ValueError, match=r"rows are torch\.float64"):
         ring_attention(x.double(), x.double(), x.double(), group, wire="fp8")

@@ -1,4 +1,4 @@
-// Stands before the library of kernels and makes it one that was built from another version.
+// Overrides the kernel library's interface number, as if it was built from another version.
 #include "cuda/launchers.h"
 
 int pyruntime_interface(void) {

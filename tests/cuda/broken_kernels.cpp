@@ -1,5 +1,5 @@
-// Stands before the library of kernels (LD_PRELOAD) and breaks the one function that BREAK names, so that a
-// test sees whether tests/hip/run_kernels.cpp finds it. In memory that the CPU reads alone.
+// Preloaded before the kernel library (LD_PRELOAD), breaks the function that BREAK names: a test checks that
+// tests/hip/run_kernels.cpp finds it. Only for memory that the CPU can read.
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
@@ -23,7 +23,7 @@ Function* real(Function*, const char* name) {
 
 #define REAL(name) real(&name, #name)
 
-// Writes one byte behind its result.
+// Writes one byte past its result.
 int pyruntime_reduce(void* out, const void* const* parts, int32_t count_of_parts, int64_t count,
                      int32_t dtype, const void* bias, int64_t width, void* stream) {
   const int code = REAL(pyruntime_reduce)(out, parts, count_of_parts, count, dtype, bias, width, stream);
@@ -31,7 +31,7 @@ int pyruntime_reduce(void* out, const void* const* parts, int32_t count_of_parts
   return code;
 }
 
-// One element of the result is another.
+// Changes one element of the result.
 int pyruntime_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatmul* matmul, void* stream) {
   const int code = REAL(pyruntime_all_gather_matmul)(group, matmul, stream);
   if (broken("all_gather_matmul") && matmul->m * matmul->n > 1) {
@@ -40,40 +40,40 @@ int pyruntime_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatm
   return code;
 }
 
-// Flags are raised and nothing is copied.
+// Raises flags and copies nothing.
 int pyruntime_put(const PyruntimeGroup* group, const void* from, int64_t bytes, int32_t peer, int64_t offset,
                   int32_t first, int32_t flags, void* stream) {
   return REAL(pyruntime_put)(group, from, broken("put") ? 0 : bytes, peer, offset, first, flags, stream);
 }
 
-// Of what is passed on, too.
+// The same for a piece that is passed on.
 int pyruntime_pass_on(const PyruntimeGroup* group, int32_t origin, int64_t bytes, int32_t peer,
                       int64_t offset, int32_t first, int32_t flags, void* stream) {
   const int64_t copied = broken("pass_on") ? 0 : bytes;
   return REAL(pyruntime_pass_on)(group, origin, copied, peer, offset, first, flags, stream);
 }
 
-// Nobody is told that a deadline has passed.
+// Hides that a deadline has passed.
 int pyruntime_failure(const PyruntimeGroup* group, PyruntimeFailure* out, void* stream) {
   const int code = REAL(pyruntime_failure)(group, out, stream);
   if (broken("failure")) out->state = PYRUNTIME_NO_FAILURE;
   return code;
 }
 
-// The operand of the forward is written.
+// Writes to the operand of the forward.
 int pyruntime_rope(const PyruntimeRope* rope, void* stream) {
   const int code = REAL(pyruntime_rope)(rope, stream);
   if (broken("rope") && rope->inverse == 0) static_cast<char*>(rope->from[0].data)[0] ^= 1;
   return code;
 }
 
-// The process ends.
+// Ends the process.
 int pyruntime_swiglu(const PyruntimeSwiglu* swiglu, void* stream) {
   if (broken("swiglu")) std::abort();
   return REAL(pyruntime_swiglu)(swiglu, stream);
 }
 
-// Parameters are not rounded from their masters.
+// Does not write the parameters rounded from their masters.
 int pyruntime_adamw(const PyruntimeAdamwTensor* tensors, int32_t count_of_tensors, int32_t param_dtype,
                     int32_t grad_dtype, const PyruntimeAdamwOptions* options,
                     const PyruntimeAdamwOptions* device_options, const float* grad_scale, void* stream) {
@@ -85,7 +85,7 @@ int pyruntime_adamw(const PyruntimeAdamwTensor* tensors, int32_t count_of_tensor
                                device_options, grad_scale, stream);
 }
 
-// One logit's gradient has another exponent.
+// Changes the exponent of one logit's gradient.
 int pyruntime_cross_entropy_gradient(const PyruntimeLogits* logits, const float* lse, const float* grad,
                                      void* dlogits, int64_t dpitch, void* stream) {
   const int code = REAL(pyruntime_cross_entropy_gradient)(logits, lse, grad, dlogits, dpitch, stream);

@@ -1,9 +1,9 @@
 """Builds the tests that execute the CUDA kernels without a GPU: csrc/cuda compiled by the C++ compiler in the
 host dialect (tests/cuda/emulated), and a program for each tests/cuda/kernels/test_NAME.cpp.
 
-Nothing of torch is in them. Two variants: warps of 32 lanes with the instructions of NVIDIA's GPUs, under the
-address and undefined-behaviour sanitizers, which find what reads or writes past an end; and warps of 64 with
-those of AMD's. ninja compiles what changed; everything lies in build/cuda_tests.
+They do not use torch. There are two variants: warps of 32 lanes with the instructions of NVIDIA's GPUs, under
+the address and undefined-behaviour sanitizers, which find accesses past an end; and warps of 64 with those of
+AMD's GPUs. ninja compiles what changed, into build/cuda_tests.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ BUILD = ROOT / "build" / "cuda_tests"
 FOLDER = ROOT / "tests" / "cuda"
 KERNELS = FOLDER / "kernels"
 
-# Blocks are fibers of one thread, and kernels read and write what is 16-bit as 16 bytes, as CUDA allows.
+# No strict aliasing: kernels access 16-bit values as 16 bytes, as CUDA allows.
 INCLUDES = ("csrc", "hip", "tests/cuda/emulated", "tests/cpp")
 FLAGS = ["-std=c++17", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror"]
 SANITIZED = ["-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 VARIANTS = {"warp32": ["-O1", *SANITIZED], "warp64": ["-O1", "-fPIC", "-DPYRUNTIME_HOST_WARP=64"]}
 LIBRARY = BUILD / "libpyruntime_host.so"
-"""The kernels as Python loads them, with tensors in the CPU's memory."""
+"""The kernels as a library for Python, with tensors in the CPU's memory."""
 RUN_KERNELS = BUILD / "run_kernels"
-"""tests/hip/run_kernels.cpp, which is meant for GPUs of AMD, with this library."""
+"""tests/hip/run_kernels.cpp, which is made for AMD's GPUs, linked with this library."""
 PROGRAMS = sorted(path.stem for path in KERNELS.glob("test_*.cpp"))
 NVIDIA_ONLY = {"test_multicast", "test_sm90_units"}
 OF_VARIANT = {"warp32": PROGRAMS, "warp64": [name for name in PROGRAMS if name not in NVIDIA_ONLY]}
 
 
 def builds() -> list[tuple[str, str]]:
-    """All (program, variant) that there are."""
+    """Returns all (program, variant)."""
     return [(name, variant) for variant, names in OF_VARIANT.items() for name in names]
 
 
 def program(name: str, variant: str) -> Path:
-    """Where a built program lies."""
+    """Returns the path of a built program."""
     return BUILD / variant / name
 
 
 def stand_before_library(name: str, folder: Path) -> str:
-    """Compiles tests/cuda/`name`.cpp into a library in `folder` that stands before LIBRARY: what it does not
-    have itself, dlsym() finds there."""
+    """Compiles tests/cuda/`name`.cpp into a library in `folder` that overrides functions of LIBRARY; dlsym()
+    finds all others there."""
     path = folder / f"lib{name}.so"
     command = ["c++", "-std=c++17", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}"]
-    # Nothing of the library is called by name, and yet it is needed.
+    # Keeps the library linked, although no function of it is called by name.
     command += ["-Wl,--no-as-needed", str(FOLDER / f"{name}.cpp"), str(LIBRARY), "-ldl", "-o", str(path)]
     command += [f"-Wl,-rpath,{LIBRARY.parent}"]
     ran = subprocess.run(command, capture_output=True, text=True)
@@ -58,7 +58,7 @@ def stand_before_library(name: str, folder: Path) -> str:
 
 
 def run_kernels_lines() -> list[str]:
-    """The build of RUN_KERNELS; it sees the library by its C interface alone, as on a GPU."""
+    """Returns the build of RUN_KERNELS, which uses only the library's C interface, as on a GPU."""
     lines, objects = [], []
     for source in sorted((ROOT / "tests" / "hip").glob("*.cpp")):
         objects.append(f"{BUILD}/run_kernels.{source.stem}.o")
@@ -70,8 +70,8 @@ def run_kernels_lines() -> list[str]:
 
 
 def on_pretended_hip(folder: Path = BUILD / "pretended_hip", version: int = 0) -> str:
-    """Compiles tests/cuda/pretended_hip.cpp into libamdhip64.so.`version` in `folder`, unless it lies there,
-    and an empty library that needs it and LIBRARY: so the host dialect looks like kernels for GPUs of AMD."""
+    """Compiles tests/cuda/pretended_hip.cpp into libamdhip64.so.`version` in `folder`, unless it is there,
+    and an empty library that needs it and LIBRARY: the host dialect then looks like kernels for AMD."""
     runtime, kernels = folder / f"libamdhip64.so.{version}", folder / "libpyruntime_hip.so"
     source = FOLDER / "pretended_hip.cpp"
     if kernels.exists() and kernels.stat().st_mtime > source.stat().st_mtime:
@@ -91,7 +91,7 @@ def on_pretended_hip(folder: Path = BUILD / "pretended_hip", version: int = 0) -
 
 @functools.cache
 def recipe() -> Recipe:
-    """The build of all programs and of the library."""
+    """Returns the build of all programs and the library."""
     includes = [f"-I{ROOT / folder}" for folder in INCLUDES]
     lines = [
         "ninja_required_version = 1.3",

@@ -1,4 +1,4 @@
-"""Cases of the ops that tests run on any device: GPUs, and the CPU through the host dialect."""
+"""Cases of the ops that tests run on GPUs, and on the CPU through the host dialect."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DEVICE_LAYERS |= {"cross_entropy_stats", "cross_entropy_backward", "cross_entrop
 
 
 def on_device(op, *args, **kwargs):
-    """What is registered for CUDA, whatever device the tensors are on."""
+    """Calls the op's CUDA implementation, whatever device the tensors are on."""
     return op.default.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **kwargs)
 
 
 class OnDevice(TorchDispatchMode):
-    """Below autograd, layers of CPU tensors run what is registered for CUDA; `ours`: those that did."""
+    """Runs layers of CPU tensors, below autograd, with their CUDA implementation; `ours`: these ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class OnDevice(TorchDispatchMode):
 
 
 def check_training_step(make: Callable[[], Llama], device: str) -> None:
-    """Loss and every gradient of a Llama on `device`, its layers by the kernels, are those on the CPU."""
+    """Checks loss and gradients of a Llama on `device`, its layers by the kernels, against the CPU's."""
     theirs, mine = make(), make().to(device)
     ids, labels = torch.randint(500, (2, 2, 37)).unbind()
     labels[:, -3:] = -100
@@ -59,7 +59,7 @@ def check_training_step(make: Callable[[], Llama], device: str) -> None:
 
 
 def error_in_roundings(seen: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> float:
-    """The largest error over what a few roundings of the values explain; NaN counts as infinite."""
+    """Returns the largest error, relative to what three roundings explain; NaN counts as infinite."""
     allowed = 3 * UNIT[dtype] * (wanted.abs() + wanted.abs().mean() + 1e-3)
     ratio = (seen.cpu().double() - wanted).abs() / allowed
     return float(ratio.nan_to_num(float("inf")).max()) if ratio.numel() else 0.0
@@ -68,8 +68,8 @@ def error_in_roundings(seen: torch.Tensor, wanted: torch.Tensor, dtype: torch.dt
 def integers_case(
     group: dist.ProcessGroup, device: torch.device, tier_of_call: Callable[[int, int], str], calls: int
 ) -> list[torch.Tensor]:
-    """Results of both linears, forward and backward, whose GEMMs are exact and whose sums are rounded;
-    `tier_of_call(rank, call)` names the tier."""
+    """Returns results of both linears, forward and backward, on integers: GEMMs are exact, sums are rounded.
+    tier_of_call(rank, call) names the tier."""
     rank, world_size = group.rank(), group.size()
     sizes = torch.Generator().manual_seed(5)
     generator = torch.Generator().manual_seed(6 + rank)
@@ -96,8 +96,8 @@ def integers_case(
 def steps_in_tier(
     group: dist.ProcessGroup, device: torch.device, tier: str, calls: list[tuple[int, int, int]]
 ) -> list[float]:
-    """Errors, in roundings, of both linears, forward and backward: of products [m, n] = [m, k] @ [k, n] on
-    fresh numbers that all ranks draw alike. What travels is k wide."""
+    """Returns errors, in roundings, of both linears, forward and backward: products [m, n] = [m, k] @ [k, n]
+    on random numbers that all ranks draw alike. Rows that travel are k wide."""
     rank, world_size, errors = group.rank(), group.size(), []
     for number, (m, n, k) in enumerate(calls):
         torch.manual_seed(number)

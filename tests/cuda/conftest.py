@@ -1,4 +1,4 @@
-"""The kernels are compiled once for all tests that run them, while other tests run."""
+"""Compiles the kernels once for all tests that run them, while other tests run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Symmetric memory of CPU tensors that meets its peers as torch's does on CUDA (cuda_like_memory.cpp)."""
+"""Symmetric memory for CPU tensors with the rendezvous of torch's on CUDA (cuda_like_memory.cpp)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOURCE = Path(__file__).with_name("cuda_like_memory.cpp")
 
 @functools.cache
 def recipe() -> Recipe:
-    """The build of the library."""
+    """Returns the build of the library."""
     flags = ["-std=c++20", "-O0", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror"]
     flags += [f"-isystem{path}" for path in include_paths()]
     flags.append(f"-DTORCH_OF_THE_BUILD={torch.__version__}")  # ninja does not watch system headers
@@ -42,8 +42,8 @@ def recipe() -> Recipe:
 
 @contextlib.contextmanager
 def cuda_like(so_far: int = 0) -> Iterator[ctypes.CDLL]:
-    """Within it this process's symmetric memory on the CPU is such memory. `so_far`: exchanges that the
-    process has had with others before."""
+    """Makes this process's symmetric memory on the CPU such memory, within the context. so_far: the exchanges
+    that the process pretends to have had before."""
     library = ctypes.CDLL(str(LIBRARY))
     library.cuda_like_begin(ctypes.c_size_t(so_far))
     try:

@@ -1,6 +1,6 @@
-// Symmetric memory of CPU tensors that meets its peers as torch's symmetric memory of CUDA does: a group is a
-// process group registered under its name, what there is to tell goes through that group's store, and the
-// exchanges are counted in the process, whichever groups they were in. What was read: csrc/cuda/README.md.
+// Symmetric memory for CPU tensors with the rendezvous of torch's symmetric memory on CUDA: a group is a
+// process group registered under its name, the ranks exchange data through that group's store, and exchanges
+// are counted in the process over all groups. csrc/cuda/README.md says how torch does it.
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 #include <torch/version.h>
@@ -95,8 +95,7 @@ c10::intrusive_ptr<symm::SymmetricMemoryAllocator> before;
 
 }  // namespace
 
-// From now on memory of the CPU is such memory, until cuda_like_end(). The process has had `so_far`
-// exchanges.
+// Makes CPU symmetric memory such memory until cuda_like_end(), as if the process had had `so_far` exchanges.
 extern "C" void cuda_like_begin(size_t so_far) {
   if (before == nullptr) before = symm::get_allocator(c10::kCPU);
   exchanges = so_far;

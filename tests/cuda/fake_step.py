@@ -1,8 +1,7 @@
-"""A whole training step of a Llama on fake tensors "on cuda": run below pretended_cuda.cpp.
+"""Runs a whole training step of a Llama on fake tensors "on cuda", with pretended_cuda.cpp preloaded.
 
-Nothing is computed, but every operation says whether its operands are on one device and whether it exists
-there. pyruntime's own ops are those that a GPU with the kernels runs, and then taken apart into what they do
-on CUDA without them, ATen's operations.
+Nothing is computed, but every operation checks that its operands are on the device and that it exists there.
+pyruntime's ops first run as on a GPU with the kernels, then as the ATen operations that replace them without.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from pyruntime.llama import Llama
 from pyruntime.llama.presets import preset
 from pyruntime.train.device import Device
 from pyruntime.train.figures import LateFigures
+from pyruntime.train.watching.expert_load import ExpertLoad
 
 DEVICE = torch.device("cuda", 0)
 COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
 
 
 class Watched(TorchDispatchMode):
-    """Looks where every operation computes, and takes those of pyruntime apart where it is told to."""
+    """Checks the device of every operation; with `apart`, runs pyruntime's ops as their ATen composites."""
 
     def __init__(self, apart: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def exists_on_cuda(function: torch._ops.OpOverload) -> bool:
 
 
 def on_cuda(model: nn.Module) -> None:
-    """Gives a model of meta tensors fake ones."""
+    """Replaces a model's meta tensors by fake ones."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -77,10 +77,12 @@ def main(dtype: torch.dtype) -> None:
 
 
 def trained(model: Llama, apart: bool) -> tuple[list[torch.Tensor], set[str]]:
-    """Two steps: what they leave, and pyruntime's ops in them."""
+    """Runs two steps; returns their resulting tensors, and pyruntime's ops in them."""
+    load = ExpertLoad((), {}, 1, DEVICE)  # none
     with Watched(apart) as seen:
         ids = torch.zeros(2, 64, dtype=torch.long, device=DEVICE)
-        optimizer, figures = shard(model, None, stage=0).adamw(max_norm=1.0), LateFigures(Device(DEVICE))
+        optimizer = shard(model, None, stage=0).adamw(max_norm=1.0)
+        figures = LateFigures(Device(DEVICE), load)
         for step in (1, 2):
             loss = model(ids, ids)
             loss.backward()

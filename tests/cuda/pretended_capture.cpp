@@ -1,5 +1,5 @@
-// Stands before the library of kernels: says that a graph is being captured when it is told to, and counts
-// the gathers of the fused tier. Everything else is the library's own.
+// Overrides functions of the kernel library: reports a graph capture if told to, and counts the gathers of
+// the fused tier. Everything else is the library's own.
 #include <dlfcn.h>
 
 #include "cuda/launchers.h"

@@ -1,5 +1,5 @@
-// Makes a torch for CPUs believe that there is one CUDA device, on which nothing can run: enough for fake
-// tensors "on cuda" to go through autograd. To be preloaded, because torch asks once.
+// Shows a torch for CPUs one CUDA device, on which nothing can run: enough for fake tensors "on cuda" to go
+// through autograd. Must be preloaded, because torch asks only once.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 

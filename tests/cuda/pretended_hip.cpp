@@ -1,7 +1,7 @@
-// What the core calls of the HIP runtime (csrc/transport/device/hip_runtime.h), on memory of the CPU that
-// processes share: a handle names the memory as its process sees it. It is stricter than HIP's where it can
-// be: memory is uncached or refused, what another process has open cannot be freed, and nothing is closed
-// twice. Compiled as libamdhip64.so, below a library of kernels that needs it.
+// The functions of the HIP runtime that the core calls (csrc/transport/device/hip_runtime.h), on shared CPU
+// memory: a handle has the owner's pid and descriptor. It is stricter than HIP: memory is uncached or
+// refused, memory that another process has open cannot be freed, and nothing may be closed twice. Compiled as
+// libamdhip64.so, which a library of kernels needs.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -20,11 +20,11 @@ constexpr int kInvalidValue = 1, kOutOfMemory = 2, kInvalidHandle = 17;
 constexpr unsigned kUncached = 3;
 constexpr size_t kHead = 4096;
 
-// Before the memory: how many other processes have it open.
+// In front of the memory: the number of other processes that have it open.
 struct Head {
   std::atomic<int> open;
 };
-struct Named {  // in a handle
+struct Named {  // the content of a handle
   int pid, fd;
   size_t bytes;
 };
@@ -51,7 +51,7 @@ int map(int fd, size_t bytes, int kept, void** pointer) {
   return 0;
 }
 
-// Takes what is known of `pointer` out of the list.
+// Removes `pointer` from the list and returns its entry.
 Memory take(void* pointer, const char* unknown) {
   const auto found = all.find(pointer);
   if (found == all.end()) die(unknown);
@@ -70,7 +70,7 @@ PRETENDED int hipExtMallocWithFlags(void** pointer, size_t bytes, unsigned flags
   const int fd = memfd_create("pretended-hip", MFD_CLOEXEC);
   if (fd < 0 || ftruncate(fd, static_cast<off_t>(kHead + bytes)) != 0) return kOutOfMemory;
   const int error = map(fd, bytes, fd, pointer);
-  if (error == 0) std::memset(*pointer, 0xa5, bytes);  // nobody promises zeros
+  if (error == 0) std::memset(*pointer, 0xa5, bytes);  // HIP does not promise zeros
   return error;
 }
 
@@ -133,8 +133,8 @@ PRETENDED const char* hipGetErrorName(int error) {
                                    : "hipErrorUnknown";
 }
 
-// For tests: how much of this process's own memory there is, how much of others' is open, and from now on
-// whether opening fails.
+// For tests: the number of this process's own allocations, the number of others' that it has open, and
+// whether opening fails from now on.
 PRETENDED int pretended_hip_own() {
   const std::lock_guard<std::mutex> lock(mutex);
   int count = 0;

@@ -1,5 +1,5 @@
-// Stands before the library of kernels and writes down which tiles it is asked for, by op, and what is put
-// where. Everything else is the library's own: dlsym() finds it through the dependency.
+// Overrides functions of the kernel library and records the requested tiles of each op, and all puts.
+// Everything else is the library's own: dlsym() finds it through the dependency.
 #include <dlfcn.h>
 #include <vector>
 
@@ -19,13 +19,13 @@ Function* next(Function*, const char* name) {
 
 extern "C" {
 
-// Of the last gather (0) or scatter (1); -1 where there was none.
+// The tiles of the last gather (0) or scatter (1); -1 if there was none.
 PYRUNTIME_API int recorded_tiles(int op) {
   return asked[op];
 }
 
-// Of all puts in their order, five numbers each: whose rows, to whom, the first flag, the first byte, bytes.
-// Where `out` is not nullptr they are written there and forgotten. Their number.
+// Returns the number of puts. If `out` is not nullptr, writes them there in order and forgets them, five
+// numbers each: the rows' owner, the destination, the first flag, the first byte, bytes.
 PYRUNTIME_API int64_t recorded_puts(int64_t* out) {
   const auto count = static_cast<int64_t>(puts.size() / 5);
   if (out == nullptr) return count;

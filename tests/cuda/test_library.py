@@ -47,11 +47,12 @@ def test_kernels_for_other_gpus_say_what_to_build(rocm, monkeypatch, tmp_path):
     monkeypatch.setattr(library, "library_path", lambda: path)
     monkeypatch.setattr(library.ctypes, "CDLL", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name, said in (
         ("gfx90a:sramecc+:xnack-", ""),
         (
             "gfx950:sramecc+:xnack-",
-            "the GPU is gfx950, and the kernels were built for gfx90a, gfx942; run "
+            "the GPU is gfx950, but the kernels were built for gfx90a, gfx942; run "
             "`PYTORCH_ROCM_ARCH=gfx950 make hip`.",
         ),
     ):

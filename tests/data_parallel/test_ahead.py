@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pyruntime
-from pyruntime.data_parallel import NonFiniteGradient, ShardedAdamW, gradients
+from pyruntime.data_parallel import NonFiniteGradient, ShardedAdamW, reducer
 from pyruntime.data_parallel.bucket_weights import BucketWeights
 from tests.data_parallel import cases
 from tests.transports import TRANSPORTS, on_transport, take
@@ -92,7 +92,7 @@ def both(group, transport, mesh_kind, stage, dtype, rounding, clipping, poisoned
     """How often weights left ahead and steps were taken back. Raises AssertionError where a step is not what
     it is after its norm."""
     take(group, transport)
-    least, gradients.LEAST_GEMM = gradients.LEAST_GEMM, 0.0
+    least, reducer.LEAST_GEMM = reducer.LEAST_GEMM, 0.0
     try:
         with barrier():
             norms = [norm for norm, _ in stepped(group, mesh_kind, stage, dtype, NO_CLIPPING, rounding)[0]]
@@ -104,7 +104,7 @@ def both(group, transport, mesh_kind, stage, dtype, rounding, clipping, poisoned
         with watch.around():
             found = stepped(*arguments)
     finally:
-        gradients.LEAST_GEMM = least
+        reducer.LEAST_GEMM = least
     assert str(found[0]) == str(reports)  # NaN is NaN
     for step, (one, other) in enumerate(zip(found[1], states, strict=True)):
         for name, tensor in other.items():

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import pyruntime
 from pyruntime.comm import group_rank, process_group
 from pyruntime.data_parallel.axes import Axes, FlightAxis
+from pyruntime.data_parallel.bucket_sum import launch
 from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
-from pyruntime.data_parallel.reduction import launch
 from tests.transports import take
 
 PLACES, FLIGHTS, BEHIND = 4, 6, 3

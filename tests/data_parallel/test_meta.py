@@ -119,7 +119,7 @@ def refused(group, case):
 @pytest.mark.parametrize(
     ("case", "sentence"),
     [
-        ("stage", "0.bias, 0.weight are on meta, and a model begins there at stage=3"),
+        ("stage", "0.bias, 0.weight are on meta, and a model begins there only at stage=3"),
         ("buffers", "build the model within pyruntime.on_meta(), which leaves buffers real"),
         ("first", "0.weight is on meta on rank 0"),
     ],

@@ -172,9 +172,9 @@ def test_what_left_before_the_norm_was_known_is_bitwise_the_step_after_it(ranks,
 class Layer(nn.Module):
     """Parallel linears of ragged sizes, whose gradients are given."""
 
-    def __init__(self, group, dtype):
+    def __init__(self, group, dtype, device="cpu"):
         super().__init__()
-        options = {"group": group, "dtype": dtype, "bias": False}
+        options = {"group": group, "dtype": dtype, "device": device, "bias": False}
         self.merged = MergedColumnParallelLinear(22, {"q": 19, "k": 7}, **options)
         self.column = ColumnParallelLinear(22, 31, **options)
         self.row = RowParallelLinear(31, 22, **options)
@@ -187,7 +187,7 @@ class Layer(nn.Module):
                 {part.key: torch.randn(part.shape, generator=generator) for part in layout.parts}
                 for _ in range(3)
             ]
-            module.given = [layout.gather_parts(each).to(dtype) for each in grads]
+            module.given = [layout.gather_parts(each).to(dtype).to(device) for each in grads]
 
     def forward(self, step):
         modules = (self.merged, self.column, self.row)
@@ -281,7 +281,7 @@ def test_a_rank_that_waits_for_another_multiplies(ranks):
 def test_what_muon_cannot_update_is_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)).bfloat16()
     for muon, options, words in [
-        (Muon([model[1].weight]), {}, "Muon is of matrices on the CPU"),
+        (Muon([model[1].weight]), {}, "Muon updates only matrices;"),
         (Muon([nn.Parameter(torch.zeros(2, 2))]), {}, "no trainable parameters of the model"),
         (Muon([model[0].weight]), {"rounding": "stochastic"}, 'use "nearest"'),
     ]:

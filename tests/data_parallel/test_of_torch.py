@@ -148,7 +148,7 @@ def test_what_it_cannot_do_is_a_sentence(ranks):
     for adafactor, closure, text in ranks.run(refused, 2):
         assert "Adafactor computes the update of an element from others of the same weight" in adafactor
         assert "step() takes no closure" in closure
-        assert "of_torch() takes a class of optimizers, such as torch.optim.SGD; found: 'sgd'" in text
+        assert "of_torch() takes an optimizer class, such as torch.optim.SGD; found: 'sgd'" in text
 
 
 def rounded(group):

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyruntime
 from pyruntime import comm
-from pyruntime.data_parallel import gradients
+from pyruntime.data_parallel import reducer
 from tests.data_parallel import cases
 from tests.ranks import check_others_lost_rank_1
 from tests.transports import TRANSPORTS, take
@@ -31,11 +31,11 @@ STEPS = 5
 
 def trained(group, *arguments, cut=True):
     """cut: products are multiplied chunk by chunk however small they are."""
-    least, gradients.LEAST_GEMM = gradients.LEAST_GEMM, 0.0 if cut else math.inf
+    least, reducer.LEAST_GEMM = reducer.LEAST_GEMM, 0.0 if cut else math.inf
     try:
         return trained_as_it_is(group, *arguments)
     finally:
-        gradients.LEAST_GEMM = least
+        reducer.LEAST_GEMM = least
 
 
 def trained_whole(group, *arguments):

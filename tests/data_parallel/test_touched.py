@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import pyruntime
 from pyruntime import comm
-from pyruntime.data_parallel import gradients
+from pyruntime.data_parallel import reducer
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.data_parallel.touched import packed, tables_of, touched_rows, unpacked
 from pyruntime.nn import VocabParallelEmbedding
@@ -54,7 +54,7 @@ def drawn(step: int, rank: int, micro_batch: int) -> torch.Tensor:
 
 def dense():
     """Around steps in which all rows travel."""
-    return patch.object(gradients, "may_send_some", lambda *_: False)
+    return patch.object(reducer, "may_send_some", lambda *_: False)
 
 
 def made(group, kind, stage, dtype, other, **options):
@@ -200,7 +200,7 @@ def test_bytes_are_those_of_the_touched_rows(ranks, touch):
 
 @pytest.mark.parametrize(
     ("steps", "searched"),
-    [(1, True), (2, False), (gradients.SEARCH_EVERY, False), (gradients.SEARCH_EVERY + 1, True)],
+    [(1, True), (2, False), (reducer.SEARCH_EVERY, False), (reducer.SEARCH_EVERY + 1, True)],
 )
 @pytest.mark.second_tier("16-False")
 def test_where_most_rows_are_touched_all_travel_and_few_steps_search_for_them(ranks, steps, searched):
@@ -217,8 +217,8 @@ def changing(group, by_rows):
     handle = pyruntime.shard(table, DeviceMesh.from_group(group, "cpu"), stage=1, bucket_bytes=BUCKET)
     optimizer = handle.adamw(lr=1e-2, max_norm=1e9)
     with contextlib.nullcontext() if by_rows else dense():
-        for step in range(2 * gradients.SEARCH_EVERY + 3):
-            ids = torch.arange(ROWS if step in (0, 5, gradients.SEARCH_EVERY + 1) else 7 + group.rank())
+        for step in range(2 * reducer.SEARCH_EVERY + 3):
+            ids = torch.arange(ROWS if step in (0, 5, reducer.SEARCH_EVERY + 1) else 7 + group.rank())
             table(ids).square().sum().backward()
             optimizer.step()
     weights = table.state_dict()["weight"].clone()

@@ -17,7 +17,7 @@ from torch.nn.functional import gelu
 
 import pyruntime
 from pyruntime import comm
-from pyruntime.data_parallel.gradients import GradientReducer
+from pyruntime.data_parallel.reducer import GradientReducer
 from pyruntime.nn import ColumnParallelLinear, RowParallelLinear
 from pyruntime.nn.cut import memory_of
 from pyruntime.nn.weight_sinks import InTurn

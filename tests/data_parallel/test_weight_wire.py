@@ -118,7 +118,7 @@ def test_the_bytes_of_gathers_fall_as_the_values_do(ranks, transport):
 
 def refused(group):
     mesh, linear = DeviceMesh.from_group(group, "cpu"), nn.Linear(40, 40)
-    with pytest.raises(ValueError, match='weight_wire="fp8" at stage=2, where what is gathered is what'):
+    with pytest.raises(ValueError, match='weight_wire="fp8" needs stage=3: at stage=2'):
         pyruntime.shard(linear, mesh, stage=2, weight_wire="fp8")
     with pytest.raises(ValueError, match="one rank alone gathers nothing"):
         pyruntime.shard(linear, None, stage=3, weight_wire="fp8")

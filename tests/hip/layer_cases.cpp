@@ -87,7 +87,8 @@ void adamw(Rank& rank, const std::vector<int64_t>& sizes, bool options_on_device
       const std::vector<G> grad = random_values<G>(sizes[t], 1000 * step + t);
       grads.push_back(std::make_unique<Buffer<G>>(grad));
       request.push_back({tensor.param->data(), tensor.on_master->data(), grads.back()->data(),
-                         tensor.on_exp_avg->data(), tensor.on_exp_avg_sq->data(), sizes[t], tensor.decay});
+                         tensor.on_exp_avg->data(), tensor.on_exp_avg_sq->data(), sizes[t], tensor.decay, 0,
+                         0});
       for (int64_t i = 0; i < sizes[t]; ++i) {
         const double g = value(grad[i]) * scale;
         double &m = tensor.exp_avg[i], &v = tensor.exp_avg_sq[i], &p = tensor.master[i];
@@ -119,14 +120,110 @@ void adamw(Rank& rank, const std::vector<int64_t>& sizes, bool options_on_device
   }
 }
 
+// Steps that are exact in fp32: v is g^2, so the parameter moves by lr to either side, and half way between
+// two bf16 the random number decides. It is written here once more.
+void adamw_at_random(Rank& rank) {
+  const int64_t count = 4099;
+  const uint32_t seed = 0x1234567u, first = 0xfffffff0u;  // the index wraps
+  const auto random = [&](uint32_t x) {
+    x = x * 0x9e3779b9u + seed;
+    for (int i = 0; i < 2; ++i) {
+      x = (x ^ x >> 16) * 0x85ebca6bu;
+      x = (x ^ x >> 13) * 0xc2b2ae35u;
+      x ^= x >> 16;
+    }
+    return x & 0xffffu;
+  };
+  std::vector<Bf16> before(count);
+  for (int64_t i = 0; i < count; ++i) before[i].bits = static_cast<uint16_t>(0x3f80 + i % 128);  // 1 to 2
+  std::vector<float> zeros(count, 0.0f), slopes(count);
+  for (int64_t i = 0; i < count; ++i) slopes[i] = i % 3 == 0 ? 0.5f : -2.0f;
+  const Buffer<Bf16> param(before), ahead(count);
+  const Buffer<float> exp_avg(zeros), exp_avg_sq(zeros), grad(slopes);
+  const PyruntimeAdamwTensor tensor{param.data(), nullptr, grad.data(), exp_avg.data(), exp_avg_sq.data(),
+                                    count,        0.0,     seed,        first};
+  const PyruntimeAdamwOptions options{0x1p-9, 0.0, 0.0, 0.0, 1};
+  const PyruntimeAdamwAhead of{tensor, ahead.data(), nullptr};
+  ok(pyruntime_adamw_ahead(&of, 1, PYRUNTIME_BF16, PYRUNTIME_FP32, &options, nullptr, 1, rank.stream()));
+  ok(pyruntime_adamw(&tensor, 1, PYRUNTIME_BF16, PYRUNTIME_FP32, &options, nullptr, nullptr, rank.stream()));
+  wait(rank);
+  const std::vector<Bf16> found = param.read(), found_ahead = ahead.read();
+  for (int64_t i = 0; i < count; ++i) {
+    const float exact = static_cast<float>(value(before[i]) - std::copysign(0x1p-9, slopes[i]));
+    uint32_t bits;
+    std::memcpy(&bits, &exact, sizeof(bits));
+    const auto wanted = static_cast<uint16_t>((bits + random(first + static_cast<uint32_t>(i))) >> 16);
+    require(found[i].bits == wanted, "element " + std::to_string(i) + " is rounded otherwise");
+    require(found_ahead[i].bits == wanted, "element " + std::to_string(i) + " is another ahead");
+  }
+}
+
+// A step ahead, then the next one with the gradient of the first: values and states are those of two steps.
+template <class P>
+void adamw_ahead(Rank& rank, int64_t count, int32_t param_dtype) {
+  const std::vector<float> start = random_values<float>(count, 1), zeros(count, 0.0f);
+  struct States {
+    Buffer<float> master, exp_avg, exp_avg_sq;
+    Buffer<P> param;
+  };
+  States usual{Buffer<float>(start), Buffer<float>(zeros), Buffer<float>(zeros), Buffer<P>(count)};
+  States late{Buffer<float>(start), Buffer<float>(zeros), Buffer<float>(zeros), Buffer<P>(count)};
+  const bool is_own = param_dtype == PYRUNTIME_FP32;  // its own master
+  const Buffer<Bf16> grads[2] = {Buffer<Bf16>(random_values<Bf16>(count, 2)),
+                                 Buffer<Bf16>(random_values<Bf16>(count, 3))};
+  const Buffer<P> ahead(count);
+  const Buffer<float> scale(std::vector<float>{0.5f});
+  const auto tensor_of = [&](const States& states, int step) {
+    return PyruntimeAdamwTensor{is_own ? nullptr : states.param.data(),
+                                states.master.data(),
+                                grads[step - 1].data(),
+                                states.exp_avg.data(),
+                                states.exp_avg_sq.data(),
+                                count,
+                                0.1,
+                                0,
+                                0};
+  };
+  PyruntimeAdamwOptions before{};
+  for (int step = 1; step <= 2; ++step) {
+    const PyruntimeAdamwOptions options{1e-2 / step, 0.9, 0.99, 1e-8, step};
+    const std::vector<float> master = late.master.read();
+    const PyruntimeAdamwAhead of{tensor_of(late, step), ahead.data(), step == 1 ? nullptr : grads[0].data()};
+    ok(pyruntime_adamw_ahead(&of, 1, param_dtype, PYRUNTIME_BF16, &options, step == 1 ? nullptr : &before,
+                             0.5f, rank.stream()));
+    wait(rank);
+    if (step == 2) {
+      require(std::memcmp(late.master.read().data(), usual.master.read().data(), 4 * count) == 0 &&
+                  std::memcmp(late.exp_avg.read().data(), usual.exp_avg.read().data(), 4 * count) == 0 &&
+                  std::memcmp(late.exp_avg_sq.read().data(), usual.exp_avg_sq.read().data(), 4 * count) == 0,
+              "the states are not those of the step before");
+    } else {
+      require(std::memcmp(late.master.read().data(), master.data(), 4 * count) == 0, "a master was updated");
+    }
+    const PyruntimeAdamwTensor tensor = tensor_of(usual, step);
+    ok(pyruntime_adamw(&tensor, 1, is_own ? PYRUNTIME_BF16 : param_dtype, PYRUNTIME_BF16, &options, nullptr,
+                       scale.data(), rank.stream()));
+    wait(rank);
+    const std::vector<P> found = ahead.read(), param = usual.param.read();
+    const std::vector<float> whole = usual.master.read();
+    for (int64_t i = 0; i < count; ++i) {
+      const bool is_alike =
+          is_own ? std::memcmp(&found[i], &whole[i], 4) == 0 : same_bits(found[i], param[i]);
+      require(is_alike,
+              "element " + std::to_string(i) + " of step " + std::to_string(step) + " is another ahead");
+    }
+    before = options;
+  }
+}
+
 // NaN as the gradient's scale: nothing is updated.
 void adamw_left_out(Rank& rank) {
   const std::vector<float> before = random_values<float>(100, 1);
   const Buffer<float> master(before), exp_avg(before), exp_avg_sq(before), grad(before);
   const Buffer<float> scale(std::vector<float>{NAN});
   const Buffer<Bf16> param(100);
-  const PyruntimeAdamwTensor tensor{param.data(),      master.data(), grad.data(), exp_avg.data(),
-                                    exp_avg_sq.data(), 100,           0.1};
+  const PyruntimeAdamwTensor tensor{
+      param.data(), master.data(), grad.data(), exp_avg.data(), exp_avg_sq.data(), 100, 0.1, 0, 0};
   const PyruntimeAdamwOptions options{1e-2, 0.9, 0.99, 1e-8, 1};
   ok(pyruntime_adamw(&tensor, 1, PYRUNTIME_BF16, PYRUNTIME_FP32, &options, nullptr, scale.data(),
                      rank.stream()));
@@ -329,6 +426,10 @@ void add_layer_cases(std::vector<Case>& cases) {
       [](Rank& r) { adamw<Bf16, float>(r, {4096, 5, 4097}, true); });
   add("AdamW fp16", [](Rank& r) { adamw<Fp16, Fp16>(r, {33}, false); });
   add("AdamW, a gradient that is not finite", adamw_left_out);
+  add("AdamW, rounded at random", adamw_at_random);
+  add("AdamW ahead, bf16", [](Rank& r) { adamw_ahead<Bf16>(r, 9001, PYRUNTIME_BF16); });
+  add("AdamW ahead, fp16", [](Rank& r) { adamw_ahead<Fp16>(r, 70, PYRUNTIME_FP16); });
+  add("AdamW ahead, fp32", [](Rank& r) { adamw_ahead<float>(r, 4097, PYRUNTIME_FP32); });
   add("SwiGLU bf16", [](Rank& r) { swiglu<Bf16>(r, 37, 352, 0, 0); });
   add("SwiGLU bf16, rows apart", [](Rank& r) { swiglu<Bf16>(r, 5, 24, 8, 0); });
   add("SwiGLU bf16, unaligned", [](Rank& r) { swiglu<Bf16>(r, 4, 19, 1, 3); });

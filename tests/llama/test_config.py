@@ -16,6 +16,8 @@ PUBLISHED = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
 
 
@@ -61,8 +63,9 @@ def test_flops_are_twice_the_products_of_every_matrix_and_of_the_visible_scores(
 def test_config_survives_the_way_to_hugging_face_and_back(config, tmp_path):
     assert LlamaConfig.from_hf(config.to_hf()) == config
     # transformers writes its own spelling of the same.
-    transformers.LlamaConfig(**config.to_hf()).save_pretrained(tmp_path)
-    theirs = transformers.LlamaConfig.from_pretrained(tmp_path).to_dict()
+    hf = config.to_hf()
+    transformers.AutoConfig.for_model(**hf).save_pretrained(tmp_path)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
     assert LlamaConfig.from_hf(theirs) == config
 
 

@@ -93,7 +93,7 @@ def test_weights_begin_load_save_and_speak_as_those_of_one_rank(ranks, tmp_path)
 
 def test_slices_with_y_are_refused(ranks):
     (message, *_) = ranks.run(refusal_of_slices, 4)
-    assert message == "slices=2 of a model whose features are cut over y; leave it at 1."
+    assert message == "slices=2 cannot be combined with features cut over y; leave it at 1."
 
 
 def refusal_of_slices(group):

@@ -203,11 +203,11 @@ DAMAGE = [
     (truncate, ValueError, "model.safetensors is not a whole safetensors file"),
     (garble, ValueError, "model.safetensors is not a whole safetensors file"),
     (drop_tensor, ValueError, "lacks model.layers.1.mlp.up_proj.weight"),
-    (add_tensor, ValueError, "holds model.layers.1.extra that a Llama does not have"),
+    (add_tensor, ValueError, "holds model.layers.1.extra, which a Llama does not have"),
     (
         widen_config,
         ValueError,
-        r"mlp.gate_proj.weight in .* has shape \[96, 64\], but config.json makes it \[128, 64\]",
+        r"mlp.gate_proj.weight in .* has shape \[96, 64\], but by config.json it is \[128, 64\]",
     ),
     (index_without_file, FileNotFoundError, "names model-00001-of-00001.safetensors"),
     (index_against_file, ValueError, "does not hold model.norm.weight"),

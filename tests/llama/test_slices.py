@@ -74,7 +74,7 @@ def test_all_slices_but_the_last_are_multiples_of_the_ranks(seq, slices, world, 
 def test_rows_of_slices_are_as_many_on_every_rank_as_of_whole_sequences():
     parts = lengths(47, 4, 4)
     assert parts == (12, 12, 12, 11)
-    rows = places(3, parts, 4)
+    rows = places(3, parts, 4, torch.device("cpu"))
     assert sorted(rows.tolist()) == list(range(3 * 47))
     # Rank 1 has the second quarter of every slice: of the first, 12 tokens of each sequence, rows 9 to 17.
     assert rows.tensor_split(4)[1][:9].tolist() == [9, 10, 11, 47, 48, 49, 50, 51, 52]
@@ -144,7 +144,7 @@ def refusals(group, config):
         except ValueError as error:
             found.append(str(error))
     ids = torch.zeros(1, 18, dtype=torch.long)
-    with pytest.raises(ValueError, match="where 8 divides their tokens, not 36; use 40 tokens"):
+    with pytest.raises(ValueError, match="only if 8 divides the tokens, not 36; use 40 tokens"):
         Llama(config, group, slices=2, context=zigzag)(ids)
     return found
 
@@ -153,15 +153,15 @@ def test_what_does_not_go_with_slices_is_refused(ranks):
     found = ranks.run(refusals, 2, CASES["plain"])[0]
     assert found == [
         "slices=5; use 1 to 4.",
-        "slices=2 keep their gathered input; leave keep_gathered out.",
-        "slices=3 of sequences that are cut over context ranks by layout='zigzag', which has at most 2, each "
+        "slices=2 need keep_gathered; do not pass keep_gathered=False.",
+        "slices=3 are too many with context ranks and layout='zigzag', which allows at most 2: each must lie "
         "before the next on all ranks; use layout='striped', or fewer slices.",
-        "slices=2 of sequences that are cut over context ranks by layout='contiguous', which has at most 1, "
-        "each before the next on all ranks; use layout='striped', or fewer slices.",
+        "slices=2 are too many with context ranks and layout='contiguous', which allows at most 1: each must "
+        "lie before the next on all ranks; use layout='striped', or fewer slices.",
     ]
     with pytest.raises(ValueError, match="without tensor parallelism"):
         Llama(CASES["plain"], slices=2)
-    assert "slices=2 under torch.compile" in ranks.run(compiled, 2, CASES["plain"])[0]
+    assert "slices=2 do not run under torch.compile" in ranks.run(compiled, 2, CASES["plain"])[0]
 
 
 def fault_case(group, transport, fault, where):

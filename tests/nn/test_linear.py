@@ -108,6 +108,19 @@ def merged_matches(group) -> None:
         assert_near(layer.weight.grad, torch.cat(weight_grads), f"dW, {case}")
 
 
+def merged_is_gathered(group) -> None:
+    linears = {name: seeded_linear(10, n, True, n) for name, n in {"a": 24, "b": 12}.items()}
+    layer = MergedColumnParallelLinear.from_linears(linears, group, gather_output=True)
+    x_full = torch.randn(7, 10, generator=torch.Generator().manual_seed(0))
+    y = layer(my_rows(x_full, group))
+    assert_near(y, torch.cat([linear(x_full) for linear in linears.values()], -1), "y")
+    y.square().sum().backward()
+    for linear in linears.values():
+        linear(x_full).square().sum().backward()
+    grads = [my_features(linear.weight.grad, group, 0) for linear in linears.values()]
+    assert_near(layer.weight.grad, torch.cat(grads), "dW")
+
+
 def mlp_matches(group, dtype: torch.dtype, tolerance: float) -> None:
     """What the layers are for: column, activation, row, with one communication at each end."""
     up, down = seeded_linear(12, 22, True, 1).to(dtype), seeded_linear(22, 12, True, 2).to(dtype)
@@ -216,6 +229,10 @@ class TestAgainstOneRank:
     @pytest.mark.second_tier("2", "4")
     def test_merged_column(self, ranks, world_size):
         ranks.run(merged_matches, world_size)
+
+    @pytest.mark.second_tier("1", "3", "4")
+    def test_a_gathered_merged_column_is_its_parts_one_after_the_other(self, ranks, world_size):
+        ranks.run(merged_is_gathered, world_size)
 
     @pytest.mark.parametrize(
         ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from pyruntime import explain, parallelize, shard, verify
 from pyruntime.any_model.auto.data_flow import flow_of, parts_of
 from pyruntime.nn import ColumnParallelLinear
-from pyruntime.nn.packed import in_order, ranges_of
+from pyruntime.nn.parameters import in_order, ranges_of
 from pyruntime.text import block_name
 from tests.any_model import test_auto
 from tests.any_model.test_auto import BATCH, COMMON, GPT2, IDS, MODELS

@@ -197,7 +197,7 @@ def refused(group) -> None:
     ):
         with pytest.raises(ValueError, match="wire='fp4' is no format of rows; use 'same', 'bf16' or 'fp8'"):
             call(x, weight, wire="fp4")
-        with pytest.raises(ValueError, match=r"and rows are Double on cpu; use 'same'"):
+        with pytest.raises(ValueError, match=r"and rows are Double; use 'same'"):
             call(hidden.double(), down.double(), wire="fp8")
 
 

@@ -122,4 +122,4 @@ def test_the_table_shows_axes_layers_and_that_entries_were_lost():
     text = table(account(entries, 0.0, 2.0, thread=0, lost=3))
     (row,) = [line for line in text.splitlines() if "a.b: all_gather" in line]
     assert row.split() == ["dp", "a.b:", "all_gather", "2.00", "50.0%", "500.00", "a:", "op"]
-    assert "3 entries found no room" in text
+    assert "no room for 3 entries" in text

@@ -120,11 +120,11 @@ def test_a_browser_draws_the_page(tmp_path):
     facts = {"repeat": "torchrun -m pyruntime"}
     shown = drawn(page("main-1", facts, METRICS, ledgers, plan), tmp_path)
     assert "Timeline of step 6" in shown
-    assert "-25.0 % against what was measured" in shown
+    assert "-25.0 % against the measured value" in shown
     assert ", and of 2 savings of a checkpoint" in shown
     assert "dp1 cp0 tp0, saving" in shown
     assert "layers.0.up: all_gather_matmul" in shown
-    assert "entries found no room" in shown
+    assert "the ledger had no room for some entries" in shown
     assert verdict(ledgers, METRICS) in shown and "tok/s" not in shown
     assert shown.count("<figure>") == 3  # loss, a step, exposed
     labels = re.findall(r'aria-label="(rank [^"]*)"', shown)

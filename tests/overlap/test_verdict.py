@@ -39,8 +39,8 @@ def test_most_of_what_is_exposed_is_where_the_same_layer_of_all_blocks_waited():
     )
     said = verdict([rank_ledger(0, *ops), rank_ledger(1, *ops)], METRICS)
     assert said == (
-        "50 % of a step is exposed, most of it in layers.*.qkv, because what ranks compute meanwhile is too "
-        "short to hide its bytes (42 % of them were)."
+        "50 % of a step is exposed, most of it in layers.*.qkv, because ranks compute too little meanwhile "
+        "to hide its bytes (42 % of them were hidden)."
     )
     lines = rank_ledger(0, *ops).account.lines
     assert [(place.name, len(place.lines), place.bytes) for place in places(lines)] == [
@@ -56,8 +56,8 @@ def test_a_rank_that_comes_late_is_named():
     waited, by_rank = lateness(place, [early, late])
     assert waited == pytest.approx(0.5) and by_rank == {1: pytest.approx(0.4)}
     assert verdict([early, late], []) == (
-        "25 % of a step is exposed, most of it in head, because rank 1 comes there late (80 % of the "
-        "waiting is for that)."
+        "25 % of a step is exposed, most of it in head, because rank 1 arrives there late (80 % of "
+        "the waiting)."
     )
 
 
@@ -77,7 +77,7 @@ def test_a_rank_that_has_not_done_the_same_is_not_compared():
 
 
 @pytest.mark.parametrize(
-    ("axis", "cause"), [("pp", "the bubble of the pipeline"), ("checkpoint", "the disk takes as long")]
+    ("axis", "cause"), [("pp", "the bubble of the pipeline"), ("checkpoint", "the disk takes that long")]
 )
 def test_a_stage_and_a_disk_are_waited_for_as_such(axis, cause):
     said = verdict([rank_ledger(0, (axis, "", 0.1, 0.2, 0.7), ("tp", "head", 0.8, 0.8, 0.9))], [])
@@ -91,11 +91,11 @@ def test_what_is_hidden_alone_and_incomplete_is_said():
     )
     assert verdict([rank_ledger(0)], []) == "Nothing was exchanged; 100 % of a step is computing."
     full = dataclasses.replace(hidden, account=dataclasses.replace(hidden.account, lost=3))
-    assert verdict([full], []).endswith("hidden; the ledger ran full, so this is not all.")
+    assert verdict([full], []).endswith("hidden; the ledger ran full, so this is incomplete.")
 
 
 def test_without_a_ledger_there_is_what_the_metrics_say():
-    assert verdict([], METRICS).startswith("25 % of a step is exposed in the rank that waits most; why only")
+    assert verdict([], METRICS).startswith("25 % of a step is exposed in the rank that waits most; a ledger")
     unmeasured = [{"step": 1, "loss": 1.0, "step_time_s": 1.0, "exposed_comm_s": None}]
     assert "was not measured" in verdict([], unmeasured)
     assert "no step" in verdict([], [])

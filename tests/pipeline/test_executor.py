@@ -178,12 +178,12 @@ def misfits(group):
 
 def test_what_does_not_fit_is_said(ranks):
     for rank, raised in enumerate(ranks.run(misfits, 2)):
-        assert "is for 3 ranks and the group has 2" in raised[0]
+        assert "is for 3 ranks, but the group has 2" in raised[0]
         assert (
-            f"gives rank {rank} of the pipeline the stages [{rank}], and it was given [{1 - rank}]"
+            f"gives rank {rank} of the pipeline the stages [{rank}], but stages= has [{1 - rank}]"
             in raised[1]
         )
-        assert "must be 1, one for each slice" in raised[2]
+        assert "must have 1 shape(s), one for each slice" in raised[2]
 
 
 def misused(group, width, count, has_loss):
@@ -207,12 +207,12 @@ def misused(group, width, count, has_loss):
             2,
             True,
             0,
-            f"shapes= says that ({BATCH}, {WIDTH}) travels between stages, and stage 0 was given "
+            f"shapes= says that ({BATCH}, {WIDTH}) travels between stages, but stage 0 was given "
             f"(8, {WIDTH}) and returned (8, {WIDTH}), for micro-batch 0, slice 0; ",
         ),
         (BATCH, 3, True, 0, "takes inputs of 2 micro-batches of 1 slice(s)"),
         (BATCH, 0, True, 0, "takes inputs of 2 micro-batches of 1 slice(s)"),
-        (BATCH, 2, False, 1, "Rank 1 has the last stage; pass the loss that is taken of its output."),
+        (BATCH, 2, False, 1, "Rank 1 has the last stage and needs loss=; pass"),
     ],
 )
 @pytest.mark.second_tier(but=["8-2-True-0-sentence0"])
@@ -374,7 +374,7 @@ def closed_after_an_error(group):
             pipeline.step(inputs, loss_of)
     except CommError as error:
         kept = error
-    with pytest.raises(RuntimeError, match="make the pipeline anew"):
+    with pytest.raises(RuntimeError, match="make a new Pipeline"):
         pipeline.step(inputs, loss_of)
     time.sleep(1)
     comm.close(group)
@@ -423,7 +423,7 @@ def caught(group, fault):
             if "Ranks disagree" in str(error):
                 return done, str(error), time.monotonic() - begin
         except RuntimeError as error:
-            assert "make the pipeline anew" in str(error)
+            assert "make a new Pipeline" in str(error)
             return done, str(error), 0.0
     return done, "", 0.0
 

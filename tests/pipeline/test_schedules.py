@@ -97,9 +97,9 @@ def test_what_waits_for_its_weight_gradient_is_stored_too(kind):
         ("2f2b", {}, "There is no schedule 2f2b; use one of gpipe, 1f1b,"),
         ("1f1b", {"ranks": 0}, "ranks must be at least 1, found 0."),
         ("gpipe", {"micro_batches": 0}, "micro_batches must be at least 1, found 0."),
-        ("1f1b", {"virtual": 2}, "virtual=2 stages of a rank were asked for, and 1f1b fixes their number;"),
+        ("1f1b", {"virtual": 2}, "1f1b fixes the number of stages a rank has, so virtual=2 is not possible;"),
         ("zb-v", {"virtual": 2}, "leave it at 1, or use interleaved."),
-        ("zb-h1", {"slices": 2}, "zb-h1 does not cut sequences, and slices=2 were asked for; leave it at 1,"),
+        ("zb-h1", {"slices": 2}, "zb-h1 does not cut sequences, so slices=2 is not possible; leave it at 1,"),
         ("interleaved", {"micro_batches": 6, "virtual": 2}, "does not divide micro_batches=6; use 8."),
     ],
 )

@@ -44,7 +44,7 @@ def test_transfers_in_unusual_places_are_kept():
     [
         ("F1.1", "Q1.1", "line 3, cell 3: Q1.1 begins with none of F, B, I, W, SA, RA, SG, RG."),
         ("B0.0", "B0", "line 2, cell 3: B0 is no action; write e.g. F0.3, or F0.3/1 for slice 1."),
-        ("F1.1", "F2.1", "line 3, cell 3: F2.1 is of stage 2, and line 1 places 2 stage(s)."),
+        ("F1.1", "F2.1", "line 3, cell 3: F2.1 names stage 2, but line 1 places 2 stage(s)."),
         ("F1.1", "F1.9999999999", "line 3, cell 3: expected a number"),
         ("kind,", "kin,", "line 1, cell 1: expected kind, found kin."),
         ("batches,2", "batches,two", "line 1, cell 4: expected a number, found two."),

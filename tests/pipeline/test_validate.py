@@ -61,7 +61,7 @@ def says(schedule, sentence, **options):
             "1f1b",
             1,
             lambda own: own.append(Action(WEIGHT, 1, 0)),
-            "Rank 1 runs B1.0 and also W1.0, which is a part of it.",
+            "Rank 1 runs B1.0 and also its part W1.0; run one of both.",
         ),
         (
             "1f1b",
@@ -74,7 +74,7 @@ def says(schedule, sentence, **options):
             "1f1b",
             1,
             swap("RA1.0", "RA1.1"),
-            "Rank 1 receives RA1.1 where the next message that rank 0 sends it is SA0.0.",
+            "Rank 1 receives RA1.1, but the next message from rank 0 is SA0.0.",
         ),
         ("1f1b", 2, swap("F2.0", "B2.0"), "rank 2 waits at B2.0 for its own F2.0"),
         ("1f1b", 0, swap("F0.0", "SA0.0"), "rank 0 waits at SA0.0 for its own F0.0"),
@@ -103,7 +103,7 @@ def test_memory_over_the_bound_is_refused():
     schedule = make_schedule("gpipe", 2, 6)
     check(schedule, most_in_flight=[6, 6])
     says(schedule, "Rank 1 stores 6 forwards at once, more than the 5 allowed.", most_in_flight=[6, 5])
-    with pytest.raises(ValueError, match="has 1 bounds and the schedule 2 ranks"):
+    with pytest.raises(ValueError, match="has 1 bounds, but the schedule 2 ranks"):
         check(schedule, most_in_flight=[6])
 
 
@@ -137,7 +137,7 @@ def test_ranks_that_wait_for_each_other_deadlock_at_any_capacity():
     ("change", "sentence"),
     [
         ({"micro_batches": 0}, "micro_batches must be at least 1, found 0."),
-        ({"placement": (0, 2)}, "Stage 1 is placed on rank 2, and there are actions for 2 rank(s)."),
+        ({"placement": (0, 2)}, "Stage 1 is placed on rank 2, but there are actions for 2 rank(s)."),
         ({"placement": (0, 0)}, "No stage is placed on rank 1."),
         ({"actions": ()}, "ranks must be at least 1, found 0."),
     ],

@@ -99,6 +99,13 @@ def test_muon_keeps_one_moment_of_the_layers_matrices_and_the_matrices_it_owns()
         assert slots > own or max(shard, mesh.tp) == 1
 
 
+def test_an_optimizer_without_a_formula_is_refused():
+    unknown = replace(job("llama3-8b", "dgx-h100", 8, 8), optimizer="lion")
+    for estimate in (worst_memory, lambda job, mesh: Predictor(job).step(mesh)):
+        with pytest.raises(AssertionError, match="lion"):
+            estimate(unknown, Mesh(dp=8, zero=1))
+
+
 def test_muons_work_is_shared_over_the_ranks_that_share_states_and_tensor_parallel_ones():
     adamw = job("llama3-8b", "dgx-h100", 8, 8)
     muon = replace(adamw, optimizer="muon")

@@ -85,7 +85,8 @@ def test_advice_names_the_linears_that_cannot_hide_alone():
     sentences = advice(job, Mesh(tp=8), link(job.cluster, 1, 8))
     assert [each.split()[0] for each in sentences[:-1]] == ["qkv_proj", "o_proj"]
     assert sentences[1] == (
-        "o_proj cannot hide alone at tp 8: it has 4,096 input features and needs 11,974 ((P - 1) F / B)"
+        "o_proj cannot hide its transfer at tp 8: it has 4,096 input features and needs 11,974 "
+        "((P - 1) F / B)"
     )
     assert "two micro-batches" in sentences[-1]
 

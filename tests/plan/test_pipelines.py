@@ -4,7 +4,7 @@ import pytest
 
 from pyruntime.cli.plan_facts import find_model
 from pyruntime.pipeline import Costs, Kind, make_schedule, simulate
-from pyruntime.plan.pipelines import bubble, deferred, layers_by_rank
+from pyruntime.plan.pipelines import bubble, deferred, in_flight, layers_by_rank
 from tests.plan.jobs import pipe
 
 
@@ -72,6 +72,17 @@ def test_interleaved_bubbles(ranks, virtual, expected):
 def test_zb_h1_has_a_third_of_the_bubble(ranks, micro_batches):
     assert bubble(pipe("zb-h1", ranks), micro_batches, 1, 1, 1) == ranks - 1
     assert bubble(pipe("1f1b", ranks), micro_batches, 1, 1, 1) == 3 * (ranks - 1)
+
+
+def test_a_schedule_without_a_formula_is_refused():
+    mesh = pipe("dualpipe", 4)
+    for formula in (
+        lambda: in_flight(mesh, 0, 8),
+        lambda: deferred(mesh, 0, 8),
+        lambda: bubble(mesh, 8, 1, 1, 1),
+    ):
+        with pytest.raises(AssertionError, match="dualpipe"):
+            formula()
 
 
 def test_the_head_counts_as_layers():

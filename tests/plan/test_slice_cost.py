@@ -122,7 +122,7 @@ def test_the_table_holds_every_slice_of_the_sequence():
         ((2, 1), (1.0, 1.0), "base_lengths must increase from at least 1, found 1 after 2"),
         ((0, 2), (1.0, 1.0), "found 0 after 0"),
         ((2, 2), (1.0, 1.0), "found 2 after 2"),
-        ((1, 2), (1.0, -1.0), "base_seconds of 2 tokens must be finite, at least 0, found -1.0"),
+        ((1, 2), (1.0, -1.0), "base_seconds of 2 tokens must be finite and at least 0, found -1.0"),
         ((1, 2), (math.inf, 1.0), "base_seconds of 1 tokens .* found inf"),
     ],
 )

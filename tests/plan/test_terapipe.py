@@ -127,7 +127,7 @@ def test_2048_tokens_in_steps_of_8_over_48_stages_take_seconds():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"table": np.ones((3, 3))}, r"table must be \[n, n \+ 1\] seconds.*found shape \(3, 3\)"),
+        ({"table": np.ones((3, 3))}, r"table must be \[n, n \+ 1\]: seconds.*found shape \(3, 3\)"),
         ({"table": np.full((2, 3), np.nan)}, r"nan or negative seconds, found nan at \[0, 0\]"),
         ({"table": -np.ones((2, 3))}, r"found -1.0 at \[0, 0\]"),
         ({"stages": 0}, "stages must be at least 1, found 0"),

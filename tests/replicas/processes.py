@@ -24,6 +24,7 @@ from pyruntime.replicas.donated import OuterState
 from pyruntime.replicas.member import Member
 from pyruntime.replicas.outer_optimizer import OuterOptimizer
 from pyruntime.replicas.service import Service
+from tests.device import sim
 
 LR, TAU, SIZE = 0.1, 3, 5000
 STEP_S = 0.03
@@ -201,11 +202,12 @@ def mark_progress(path: Path) -> None:
     Member._tell = told
 
 
-def replica(_group, folder, address, method, of_rounds, deaths, late, how=signal.SIGKILL):
-    """One replica of the run. deaths: {rank: (moment, number)}, by the signal `how`; of those that die while
-    they give a state, the first one alone. late: ranks that come once a round has counted without one that
-    died, or all have. None takes the last rounds before these are there, or have died. Returns the parameters
-    in the end, and how many rounds it has taken part in; None where the run was over."""
+def replica(_group, folder, address, method, of_rounds, deaths, late, how=signal.SIGKILL, device="cpu"):
+    """One replica of the run, on that device. deaths: {rank: (moment, number)}, by the signal `how`; of those
+    that die while they give a state, the first one alone. late: ranks that come once a round has counted
+    without one that died, or all have. None takes the last rounds before these are there, or have died.
+    Returns the parameters in the end, and how many rounds it has taken part in; None where the run was
+    over."""
     rank = int(os.environ["RANK"])
     if rank in late:
         wait_until(lambda: has_gone_on(folder, int(os.environ["WORLD_SIZE"]) - len(late)))
@@ -230,8 +232,10 @@ def replica(_group, folder, address, method, of_rounds, deaths, late, how=signal
         )  # fmt: skip
 
     torch.set_num_threads(1)
+    if device == "sim":
+        sim.begin(delays=rank + 1)
     module = nn.Module()
-    module.x = nn.Parameter(torch.tensor(start()))
+    module.x = nn.Parameter(torch.tensor(start(), device=device))
     inner = torch.optim.SGD([module.x], LR)
     deadline_s = 2.0 if how == signal.SIGSTOP else LONG_S
     job = {"tau": TAU, "rounds": of_rounds, "late": method.rounds_late}
@@ -247,7 +251,7 @@ def replica(_group, folder, address, method, of_rounds, deaths, late, how=signal
     for step in range(joined.step + 1, of_rounds * TAU + 1):
         if step > (of_rounds - LAST) * TAU:
             wait_until(lambda: all(map(is_there, late)), joined.pump)
-        a, c = (torch.tensor(each) for each in data(joined.step_of_data(step)))
+        a, c = (torch.tensor(each, device=device) for each in data(joined.step_of_data(step)))
         module.x.grad = a * (module.x.detach() - c)
         inner.step()
         time.sleep(STEP_S)
@@ -259,4 +263,4 @@ def replica(_group, folder, address, method, of_rounds, deaths, late, how=signal
     if how == signal.SIGSTOP:
         for path in folder.glob("died-*"):
             os.kill(int(path.read_text()), signal.SIGCONT)
-    return module.x.detach().numpy(), of_rounds - first
+    return module.x.detach().cpu().numpy(), of_rounds - first

@@ -247,7 +247,7 @@ def test_the_slow_one_is_left_behind_only_past_the_deadline():
     (slow,) = one.of("replica-3")
     slow.is_stopped = False
     one.run()
-    assert "did not come to the end of round 0 in time" in slow.expelled
+    assert "did not reach the end of round 0 in time" in slow.expelled
     one.check()
 
 
@@ -273,7 +273,7 @@ def test_where_all_are_stopped_all_are_put_out_and_one_that_comes_takes_the_run_
     for name in names:
         (rank,) = one.of(name)
         reason = next(message["reason"] for message in rank.inbox if message["type"] == "expelled")
-        assert reason == f"nothing was heard of it for {OUTAGE * DEADLINE_S:g} s"
+        assert reason == f"nothing was heard from it for {OUTAGE * DEADLINE_S:g} s"
 
 
 def test_while_the_link_of_the_service_is_down_nobody_is_put_out():
@@ -298,7 +298,7 @@ def test_a_replica_is_silent_when_one_of_its_ranks_is(is_there):
         one.of("replica-2")[1].outbox.clear()
     one.run()
     assert [rank.is_finished for rank in one.ranks] == [True, True, False, False]
-    assert one.of("replica-2")[0].expelled == f"nothing was heard of it for {DEADLINE_S:g} s"
+    assert one.of("replica-2")[0].expelled == f"nothing was heard from it for {DEADLINE_S:g} s"
 
 
 def test_a_replica_of_another_job_is_put_out_in_a_sentence_that_names_the_key():
@@ -308,7 +308,7 @@ def test_a_replica_of_another_job_is_put_out_in_a_sentence_that_names_the_key():
     name = one.start()
     one.of(name)[0].outbox[0]["job"] = {"tau": 2, "rounds": 3}
     one.run()
-    assert one.of(name)[0].expelled == ("it was started with rounds=3, and those that are here with rounds=2")
+    assert one.of(name)[0].expelled == ("it was started with rounds=3, but the replicas here with rounds=2")
 
 
 @pytest.mark.parametrize("first", ["10.0.0.1", "127.0.0.1"])
@@ -322,7 +322,7 @@ def test_a_loopback_address_beside_another_one_is_refused(first):
     one.run()
     found = one.of("replica-2")[0].expelled
     assert found.startswith("it" if first == "10.0.0.1" else "replica-1")
-    assert "give data_parallel.members the address that other hosts know it by" in found
+    assert "set --data_parallel.members to the address that other hosts use" in found
     assert one.of("replica-1")[0].is_finished
 
 

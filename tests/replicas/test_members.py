@@ -128,7 +128,7 @@ def test_several_die_at_once_and_the_last_one_goes_on(ranks, tmp_path):
 
 
 def test_a_service_that_does_not_answer_is_named():
-    with pytest.raises(PeerLost, match=r"127\.0\.0\.1:9 \(data_parallel\.members\) does not answer"):
+    with pytest.raises(PeerLost, match=r"127\.0\.0\.1:9 \(--data_parallel\.members\) does not answer"):
         Member("127.0.0.1:9", "mine", {"tau": 1, "rounds": 1}, deadline_s=2.0)
 
 
@@ -153,7 +153,7 @@ def test_a_replica_of_other_settings_is_put_out_in_a_sentence_that_names_the_key
         mine._tell({"type": "hello", "label": "mine", "replica": "mine", "place": 0, "places": 1, "step": 0,
                     "address": ["127.0.0.1", 1], "job": jobs[0], "weights": 0, "deal": [0]})  # fmt: skip
         outer = OuterOptimizer(module, None, local_sgd(1), sums=other)
-        sentence = "it was started with train.seq_len=64, and those that are here with train.seq_len=32"
+        sentence = "it was started with train.seq_len=64, but the replicas here with train.seq_len=32"
         with pytest.raises(Expelled, match=sentence):
             other.join(OuterState(outer), *outer.travelling(), 0, [0])
         outer.close()
@@ -163,7 +163,7 @@ def test_a_replica_of_other_settings_is_put_out_in_a_sentence_that_names_the_key
 REFUSED = [
     (
         streaming_diloco(4, fragments=1),
-        "streaming_diloco uses an average in its midst; use one of co2, local_sgd",
+        "streaming_diloco uses averages within it; use one of co2, local_sgd",
     ),
     (co2(), 'tau="auto" is measured in a first round'),
 ]
@@ -237,4 +237,4 @@ def test_one_that_comes_takes_the_run_on_where_all_members_are_stopped(ranks, tm
     assert came.error is None, came.output
     assert came.value[1] == ROUNDS
     assert isinstance(stopped.error, Expelled), stopped
-    assert "nothing was heard of it for 3 s" in str(stopped.error)
+    assert "nothing was heard from it for 3 s" in str(stopped.error)

@@ -64,8 +64,8 @@ def test_every_method_is_made_by_its_name():
         ({"tau": 3, "clip": 0.0}, "clip=0.0 must be above 0; leave it out for none."),
         ({"tau": 3, "delay": 3}, "delay=3 must be at least 0 and below tau=3."),
         ({"tau": 3, "fragments": 4}, "fragments=4 meet in turn within tau=3 steps; use no more than tau."),
-        ({"tau": "auto"}, 'tau="auto" is the length of a round that hides one exchange'),
-        ({"tau": 3, "penalty": gap_penalty}, "A penalty is of displacements that are a round old"),
+        ({"tau": "auto"}, 'tau="auto" finds the shortest round that hides one exchange'),
+        ({"tau": 3, "penalty": gap_penalty}, "A penalty needs displacements that are a round old"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_in_one_sentence(settings, sentence):

@@ -148,7 +148,7 @@ def test_the_penalty_is_any_function(ranks):
 def test_a_first_step_too_long_for_what_travels_is_no_penalty_of_one():
     module = nn.Linear(4, 1, bias=False).half()
     outer = pyruntime.OuterOptimizer(module, None, co2(1))
-    with pytest.raises(ValueError, match=r"more than torch\.float16 holds.*bfloat16 or float32"):
+    with pytest.raises(ValueError, match=r"overflows torch\.float16.*bfloat16 or float32"):
         for _ in range(3):
             with torch.no_grad():
                 module.weight.add_(150.0)
@@ -414,7 +414,7 @@ def test_what_cannot_be_averaged_is_refused(ranks):
     (sentences,) = ranks.run(refused, 1)
     first, second, third = sentences
     assert first == "Identity has no parameter that requires a gradient."
-    assert "fragments=4 were asked for and the module has 1 layer(s)" in second
+    assert "fragments=4 is more than the module's 1 layer(s)" in second
     assert "weight is not contiguous" in third
 
 

@@ -162,7 +162,7 @@ def described(group):
 def test_the_log_says_so_and_a_state_without_it_is_refused(ranks):
     for words, sentences in ranks.run(described, 2):
         assert words == "co2: 2 replica(s), tau 3, displacements in 4 bits a value"
-        assert len(sentences) == 2 and all("taken without compression" in each for each in sentences)
+        assert len(sentences) == 2 and all("saved without compression" in each for each in sentences)
 
 
 def refused(group):
@@ -184,10 +184,10 @@ def refused(group):
 def test_what_cannot_be_compressed_is_refused(ranks):
     for sentences in ranks.run(refused, 2):
         matrices, random, plans, doubles = sentences
-        assert "method=power_sgd is of matrices; use quantize or top_k" in matrices
-        assert "error_feedback alone" in random and "plan_every=2" in plans
-        assert "Displacements of torch.float64 are not compressed" in doubles
-    with pytest.raises(ValueError, match="one replica alone sends nothing; leave it out"):
+        assert "method=power_sgd needs matrices; use quantize or top_k" in matrices
+        assert "only with error_feedback" in random and "plan_every=2" in plans
+        assert "Displacements of torch.float64 cannot be compressed" in doubles
+    with pytest.raises(ValueError, match="a single replica sends nothing; leave compression out"):
         pyruntime.OuterOptimizer(nn.Linear(4, 4), None, replicas.co2(3), compression=QUANTIZE)
 
 

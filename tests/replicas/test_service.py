@@ -80,25 +80,25 @@ def line(message: dict) -> bytes:
 def test_what_is_no_message_ends_its_connection_alone_in_a_sentence(tmp_path):
     with processes.service(tmp_path, 1) as address:
         for sent in (b"[" * 100_000 + b"\n", b"3\n", b"\xff\n", b"GET / HTTP/1.1\r\n"):
-            assert answer(address, sent).startswith("it sent what is no message of a replica: ")
+            assert answer(address, sent).startswith("it sent an invalid message: ")
         for change, sentence in (
             ({"deal": []}, "its hello says deal=[]"),
             ({"deal": [1, 2]}, "its hello says deal=[1, 2]"),
             ({"deal": None}, "its hello says deal=None"),
             ({"step": "3"}, "its hello says step='3'"),
-            ({"step": 9}, "its hello says step=9 of a run that has fewer"),
+            ({"step": 9}, "its hello says step=9, more than its run has"),
             ({"weights": True}, "its hello says weights=True"),
-            ({"place": 2}, "its hello is of rank 2 of 2"),
+            ({"place": 2}, "its hello says place=2 of places=2"),
             ({"places": 0}, "its hello says places=0"),
             ({"address": ["a..b", 1]}, "its hello says address=['a..b', 1]"),
             ({"address": 5}, "its hello says address=5"),
             ({"job": {"tau": 0, "rounds": 1}}, "its hello says job={'tau': 0, 'rounds': 1}"),
             ({"label": ["x"] * 100}, "its hello says label=['x', "),
-            ({"type": ["x"]}, "['x'] is the type of none; start it with the version of the service"),
+            ({"type": ["x"]}, "unknown message type ['x']; start it with the service's version"),
         ):
             assert sentence in answer(address, line(HELLO | change))
-        assert "its first message is hello" in answer(address, line({"type": "alive"}))
-        assert "its first message is hello" in answer(address, line(HELLO), line(HELLO))
+        assert "hello must be its first message" in answer(address, line({"type": "alive"}))
+        assert "hello must be its first message" in answer(address, line(HELLO), line(HELLO))
         assert "its failed says peer=[]" in answer(
             address, line(HELLO), line({"type": "failed", "attempt": 1, "peer": []})
         )
@@ -113,7 +113,7 @@ def test_one_that_is_frozen_is_put_out_and_one_that_computes_for_long_is_not(tmp
         assert mine.join(OuterState(outer), *outer.travelling(), 0, [0])
         outer.begin_anew(mine.is_behind)
         frozen = HELLO | {"places": 1}
-        assert answer(address, line(frozen)) == "nothing was heard of it for 3 s"
+        assert answer(address, line(frozen)) == "nothing was heard from it for 3 s"
         outer.step()
         outer.finish()
         assert mine.round == 1
@@ -125,9 +125,9 @@ def test_who_says_that_it_is_a_rank_that_is_here_is_refused_and_that_one_stays(t
         with socket.create_connection(split_address(address), 5) as first:
             first.sendall(line(HELLO))
             assert json.loads(first.makefile().readline())["type"] == "alive"
-            assert answer(address, line(HELLO)) == "rank 0 of its replica is here already"
+            assert answer(address, line(HELLO)) == "rank 0 of its replica is connected already"
             other = answer(address, line(HELLO | {"place": 1, "places": 3}))
-            assert other == "it says that its replica has 3 ranks, and another of them 2"
+            assert other == "it says that its replica has 3 ranks, and another one 2"
             assert json.loads(first.makefile().readline())["type"] == "alive"
         take_the_only_round(address).close()
 
@@ -200,7 +200,7 @@ def test_ranks_of_replicas_that_are_not_whole_go_the_oldest_first(tmp_path, monk
             said[-1].sendall(named(number) + line({"type": "alive"}))
         for each in said[:295]:
             told = b"".join(iter(lambda each=each: each.recv(1 << 16), b""))
-            assert b"as many as the service takes, and not all of its replica's are" in told
+            assert b"as many as the service accepts, and its replica is not complete" in told
         take_the_only_round(address).close()
         assert said[-1].recv(1 << 16)  # still there
 
@@ -215,7 +215,7 @@ def test_where_all_replicas_are_whole_one_more_is_refused_and_they_stay(tmp_path
             each.sendall(named(0, place=place))
             assert json.loads(each.makefile().readline())["type"] == "alive"
         refused = answer(address, named(1))
-        assert refused.startswith("2 ranks are here, as many as the service takes; start it with more")
+        assert refused.startswith("2 ranks are connected, as many as the service accepts; start it with more")
         for each in (first, second):
             assert each.recv(1 << 16)
         first.close()
@@ -332,6 +332,6 @@ def test_whatever_ranks_say_the_coordinator_goes_on(moves, quorum, draw):
 @pytest.mark.parametrize("host", ["a..b", "a" * 64, "host.."])
 def test_what_can_be_no_host_is_refused_in_a_sentence(capsys, host):
     assert main(["members", "--replicas", "1", "--port", "0", "--host", host]) == 2
-    assert f"--host={host} is no name of a host, and no number of one; correct it." in capsys.readouterr().err
+    assert f"--host={host} is neither a host name nor an address; correct it." in capsys.readouterr().err
     with pytest.raises(ValueError, match="is no address; write HOST:PORT"):
         split_address(f"{host}:29600")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ from pyruntime.train.signals import StopRequest
 
 def job(folder: Path, **train) -> RunConfig:
     """A model of 64 features on fresh text: words drawn at random, so that there is something to learn."""
-    generator = np.random.default_rng()
+    generator = np.random.default_rng(random.getrandbits(64))
     words = [
         "".join(map(chr, generator.integers(97, 123, size=int(n)))) for n in generator.integers(2, 8, 50)
     ]

@@ -105,7 +105,7 @@ def test_a_checkpoint_without_a_manifest_is_refused(ranks, copied):
     folder, config = copied
     (folder / manifest.MANIFEST).unlink()
     for message in ranks.run(refused_unchanged, 2, config, folder):
-        assert f"{folder} holds no manifest.json, so nothing says that its files are whole" in message
+        assert f"{folder} holds no manifest.json, so its files cannot be checked" in message
 
 
 @pytest.mark.parametrize("number", [None, 2])

@@ -64,12 +64,15 @@ def test_x_alone_is_a_number_and_z_is_zero_3():
     ("parallel", "sentence"),
     [
         (Parallel(tp=Grid(2, 0)), "parallel.tp={x = 2, y = 0} must have at least 1 rank on each axis."),
-        (Parallel(tp=Grid(z=2), zero=2), "parallel.zero=2 with parallel.tp={z = 2}: weights, gradients and"),
+        (
+            Parallel(tp=Grid(z=2), zero=2),
+            "parallel.zero=2 with parallel.tp={z = 2}: axis z cuts weights, gradients and",
+        ),
         (Parallel(tp=Grid(z=2), dp=4, dp_replicate=2), "parallel.dp_replicate=2 with parallel.tp={z = 2}:"),
         (Parallel(tp=Grid(2, 2), dp=2), "parallel.tp={x = 2, y = 2} times parallel.dp=2 but 4 rank(s) were"),
         (
             Parallel(tp=Grid(2, 2), tp_slices=2),
-            "parallel.tp_slices=2 does not go together with parallel.tp={x = 2,",
+            "parallel.tp_slices=2 cannot be combined with parallel.tp={x = 2,",
         ),
     ],
 )
@@ -81,7 +84,7 @@ def test_a_grid_that_cannot_be_is_refused(parallel, sentence):
 
 @pytest.mark.parametrize("asked", [{"optimizer": Optimizer(name="muon")}, {"train": Train(check_types=True)}])
 def test_what_knows_of_one_axis_is_refused_over_two(asked):
-    with pytest.raises(ConfigError, match=r"knows of one axis of tensor parallelism, and parallel\.tp="):
+    with pytest.raises(ConfigError, match=r"supports one axis of tensor parallelism, and parallel\.tp="):
         validate.check(RunConfig(parallel=Parallel(tp=Grid(2, 2)), **asked), world_size=4)
 
 
@@ -121,9 +124,9 @@ def test_the_main_job_is_as_promised():
         ("[checkpoint]\nsave_on_stop = 1\n", "checkpoint.save_on_stop must be true or false, found 1."),
         (
             "[parallel]\nslices = 2\n",
-            "parallel.slices is no option any more: it is called parallel.tp_slices.",
+            "parallel.slices was removed: it is now called parallel.tp_slices.",
         ),
-        ("[output]\ntemperature = 0\n", "`python -m pyruntime generate --temperature` has one."),
+        ("[output]\ntemperature = 0\n", "use `python -m pyruntime generate --temperature`."),
         ("[train\n", "is not valid TOML:"),
     ],
 )
@@ -179,7 +182,7 @@ def test_a_file_may_hold_several_numbers_of_ranks(tmp_path):
     assert (many.parallel.dp, many.train.batch_size, many.train.steps) == (1, 32, 7)
     assert config_file.ranks_of(path) == [2, 16]
     assert config_file.ranks_of(config_file.find("main")) == []
-    with pytest.raises(ConfigError, match=r"mine\.toml says how 2, 16 ranks share the work, and not how 8"):
+    with pytest.raises(ConfigError, match=r"mine\.toml has tables for 2, 16 ranks, and none for 8"):
         config_file.load(path, 8)
 
 

@@ -1,12 +1,15 @@
 """Training with Muon: on every mesh as on one rank, from any checkpoint."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from pyruntime.train import checkpoint_folder
+from pyruntime.train.assembly import optimizer_of
 from pyruntime.train.config import Optimizer, RunConfig, Train
 from pyruntime.train.errors import ConfigError
-from pyruntime.train.validate import check
+from pyruntime.train.validate import _check_optimizer, check
 from tests.train import jobs
 
 MESHES = [
@@ -116,11 +119,19 @@ def test_going_on_is_as_never_having_stopped(ranks, tmp_path):
 @pytest.mark.parametrize(
     ("optimizer", "train", "words"),
     [
-        (Optimizer(momentum=0.9), Train(), "momentum=0.9 is Muon's; set optimizer.name=muon"),
+        (Optimizer(momentum=0.9), Train(), "momentum=0.9 applies only to Muon; set optimizer.name=muon"),
         (Optimizer(name="muon", rounding="stochastic"), Train(), "keeps fp32 master weights"),
-        (Optimizer(name="muon"), Train(device="cuda"), "optimizer.name=muon is done on the CPU alone"),
     ],
 )
 def test_what_does_not_go_together_is_refused(optimizer, train, words):
     with pytest.raises(ConfigError, match=words):
         check(RunConfig(optimizer=optimizer, train=train), 1)
+
+
+def test_an_optimizer_that_no_branch_makes_is_an_error():
+    """Rather than AdamW for a name that only pyruntime/choices.py knows."""
+    config = RunConfig(optimizer=Optimizer(name="lion"))
+    with pytest.raises(AssertionError, match="lion"):
+        optimizer_of(SimpleNamespace(config=config), None, None, None)
+    with pytest.raises(AssertionError, match="lion"):
+        _check_optimizer(config)

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from pyruntime.data_parallel import gradients, shard
+from pyruntime.data_parallel import reducer, shard
 from pyruntime.data_parallel.weight_gathers import GatherPerUse
 from pyruntime.train import assembly, checkpoint_folder
 from pyruntime.train.errors import ConfigError
@@ -78,7 +78,7 @@ def test_layers_are_shared_out_by_measured_costs_and_sequences_cut_as_was_found_
         ({"seq_len": 40, "slices": [40]}, "was measured with seq_len=40, and this run has seq_len=32"),
         ({"stages": 2}, "was measured with stages=2, and this run has stages=4"),
         ({"model": {"hidden_size": 64}}, "was measured with intermediate_size=None, and this run has"),
-        ({"slices": [32, 1]}, "cannot be used, as slices=.* add up to seq_len=32"),
+        ({"slices": [32, 1]}, "cannot be used: slices=.* add up to seq_len=32"),
     ],
 )
 def test_costs_of_something_else_are_refused(tmp_path, changes, sentence):
@@ -145,14 +145,14 @@ def test_auto_slices_are_two_where_rows_travel_between_hosts(ranks, whole):
 def first_moments(group, config):
     """Of every parameter: a sum of its gradients in all steps. Weight gradients leave as they are multiplied,
     however small they are here."""
-    least, gradients.LEAST_GEMM = gradients.LEAST_GEMM, 0
+    least, reducer.LEAST_GEMM = reducer.LEAST_GEMM, 0
     assembly.shard = functools.partial(shard, bucket_bytes=2048)
     try:
         made = jobs.trainer(group, config)
         for _ in made.fit():
             pass
     finally:
-        gradients.LEAST_GEMM, assembly.shard = least, shard
+        reducer.LEAST_GEMM, assembly.shard = least, shard
     states = made.optimizer.state_dict()
     return {name: state.full_tensor() for name, state in states.items() if name.startswith("exp_avg.")}
 
@@ -216,17 +216,17 @@ def test_tied_embeddings_on_two_stages_train_as_one_weight(ranks, tmp_path, worl
 def buckets_that_left(group, config):
     """How many of this rank's buckets had left when the optimizer's turn came, by step; how many it has."""
     made = jobs.trainer(group, config)
-    reducer, left = made.sharded._gradients, []
+    inboxes, left = made.sharded._gradients._inboxes, []
     reduce = made.optimizer.squared_norm
 
     def counted():
-        left.append(sum(inbox.left for inbox in reducer._inboxes))
+        left.append(sum(inbox.left for inbox in inboxes))
         return reduce()
 
     made.optimizer.squared_norm = counted
     for _ in made.fit():
         pass
-    return left, len(reducer._inboxes)
+    return left, len(inboxes)
 
 
 @pytest.mark.parametrize(("kind", "virtual"), [("1f1b", 1), ("interleaved", 1), ("zb-h1", 1), ("zb-v", 1)])
@@ -292,9 +292,8 @@ def test_a_rank_whose_stages_are_frozen_is_told_to_all_at_once(ranks, tmp_path):
     config = jobs.changed(with_pipeline(config, 4, "1f1b"), "pipeline", layers=(2, 1, 2, 1))
     errors = ranks.run(with_frozen_layers, 4, config, [3, 4], expect_errors=True)
     assert [str(error) for error in errors] == 4 * [
-        "No parameter of layers 3, 4, which are rank 2's of the pipeline, requires a gradient, and every "
-        "rank of it has to train some; leave one unfrozen, or give the rank other layers with "
-        "pipeline.layers."
+        "No parameter of layers 3, 4, which pipeline rank 2 has, requires a gradient, and every pipeline "
+        "rank must train some; leave one unfrozen, or give the rank other layers with pipeline.layers."
     ]
     losses = ranks.run(with_frozen_layers, 4, config, [0, 1, 3])
     assert losses == losses[:1] * 4

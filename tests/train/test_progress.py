@@ -43,6 +43,13 @@ def test_of_several_ranks_and_axes_a_line_tells_the_parts():
     )
 
 
+def test_a_line_tells_the_load_of_the_worst_layer():
+    loads = {"expert_imbalance": {"1": 1.5, "2": 1.25}, "rank_imbalance": {"1": 1.0, "2": 1.125}}
+    loads |= {"router_entropy": {"1": 2.0, "2": 1.75}, "balance_loss": 1.0625, "router_z_loss": 7.5}
+    told = "busiest expert 1.50x, rank 1.12x, entropy 1.75, balance 1.062, z 7.5 | 200 MB"
+    assert told in describe(step(20, **loads), steps=300)
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3661, "1:01:01")]
 )

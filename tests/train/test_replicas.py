@@ -184,12 +184,12 @@ def test_a_run_goes_on_from_the_checkpoints_of_its_replicas(tmp_path, service, m
         ({"method": "co2", "tau": "auto"}, r'members: tau="auto" is measured in a first round'),
         (
             {"method": "streaming_diloco"},
-            "streaming_diloco uses an average in its midst; use one of co2, local_sgd",
+            "streaming_diloco uses averages within it; use one of co2, local_sgd",
         ),
-        ({"tau": 7}, r"train\.steps=40 ends in the midst of a round of data_parallel\.tau=7 steps.* use 42"),
+        ({"tau": 7}, r"train\.steps=40 ends in the middle of a round of data_parallel\.tau=7 steps.* use 42"),
         (
             {"method": "every_step", "tau": "auto"},
-            r"data_parallel\.members=h:1 without a data_parallel.method",
+            r"data_parallel\.members=h:1 needs replicas that do not synchronize",
         ),
     ],
 )
@@ -244,7 +244,7 @@ def test_checkpoints_that_a_replica_does_not_go_on_with_are_not_in_its_way(tmp_p
 
     assert make(config, start_at) == tmp_path / "run", "it died before it had saved anything"
     (saved / "run.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"holds a run already; .* through --checkpoint.resume auto"):
+    with pytest.raises(ConfigError, match=r"holds a run already; .* by --checkpoint.resume auto"):
         make(config, start_at)
     assert make(jobs.changed(config, "checkpoint", resume="auto"), saved) == tmp_path / "run"
 
@@ -256,7 +256,7 @@ def test_replicas_inside_a_replica_are_refused():
         data_parallel=chosen,
         parallel=Parallel(dp=4, dp_replicate=2),
     )
-    with pytest.raises(ConfigError, match=r"parallel\.dp_replicate=2 makes some in it"):
+    with pytest.raises(ConfigError, match=r"parallel\.dp_replicate=2 makes some in one job"):
         validate.check(config, 4)
 
 
@@ -265,9 +265,9 @@ def test_replicas_inside_a_replica_are_refused():
     [
         (["--replicas", "2", "--quorum", "3"], "--quorum=3 is more than --replicas=2"),
         (["--replicas", "0"], "--replicas must be at least 1"),
-        (["--replicas", "1", "--port", "99999"], "--port=99999 is no TCP port; name one up to 65535"),
+        (["--replicas", "1", "--port", "99999"], "--port=99999 is not a TCP port; use one up to 65535"),
         (["--replicas", "1", "--port", "0", "--host", "nosuch.invalid"], "--host=nosuch.invalid cannot be"),
-        (["--replicas", "1", "--port", "0", "--host", "192.0.2.1"], "--host=192.0.2.1 cannot be had"),
+        (["--replicas", "1", "--port", "0", "--host", "192.0.2.1"], "--host=192.0.2.1 cannot be used"),
     ],
 )
 def test_a_service_that_makes_no_sense_is_refused(capsys, arguments, sentence):

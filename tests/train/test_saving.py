@@ -74,7 +74,7 @@ def test_a_file_is_brought_to_the_disk_piece_by_piece(tmp_path, monkeypatch):
 
 def test_a_tensor_that_has_changed_its_shape_is_not_taken_for_the_one_that_was_planned():
     kept = Staging([Piece("a", torch.float32, (3, 4), (0, 0))], torch.device("cpu"))
-    with pytest.raises(RuntimeError, match=r"a was to be saved as \[3, 4\] .* and is \[4\]"):
+    with pytest.raises(RuntimeError, match=r"a was to be saved as \[3, 4\] .* but it is \[4\]"):
         kept.copy({"a": torch.randn(4)})
 
 

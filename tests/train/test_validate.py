@@ -64,7 +64,7 @@ def with_value(key, value):
         ),
         ("optimizer.on_bad_step", "go on", "optimizer.on_bad_step must be one of stop, skip, found go on."),
         ("train.tokens", -1, "train.tokens must not be negative, found -1."),
-        ("train.tokens", 2**62, f"train.tokens={2**62} are more than 2**31 steps; use fewer."),
+        ("train.tokens", 2**62, f"train.tokens={2**62} needs more than 2**31 steps; use fewer."),
         ("train.tokens", 2**63, "train.tokens must be below 2**63, found 9223372036854775808."),
         (
             "train.z_loss",
@@ -85,7 +85,11 @@ def with_value(key, value):
         ("train.val_sequences", 0, "train.val_sequences must be at least 1, found 0."),
         ("data.val_fraction", 0.0, "data.val_fraction must be above 0 and at most 0.5, found 0.0."),
         ("data.val_fraction", math.nan, "data.val_fraction"),
-        ("data.weights", (1.0,), "data.weights are 1 and data.paths 0; give one for each."),
+        (
+            "data.weights",
+            (1.0,),
+            "data.weights has 1 and data.paths 0 entries; give one weight for each path.",
+        ),
         ("data.val_paths", ("/nowhere",), "data.val_paths: /nowhere does not exist;"),
         ("data.field", "", "data.field must be the name of a key or a column, found ''."),
         ("data.paths", ("/nowhere/at/all",), "data.paths: /nowhere/at/all does not exist;"),
@@ -111,7 +115,7 @@ def with_value(key, value):
             "comm.rings",
             ("0-1", "0-0"),
             "comm.rings holds '0-0', which does not name each of the 2 tensor-parallel ranks once; write it "
-            "as '0-1', or leave it out.",
+            "as '0-1', or leave out comm.rings.",
         ),
         ("comm.rings", ("0-x",), "comm.rings holds '0-x', which does not name each of the 2"),
         (
@@ -141,11 +145,16 @@ def test_an_impossible_value_is_refused_in_one_sentence(key, value, sentence):
 @pytest.mark.parametrize(
     ("parallel", "pipeline", "world", "named"),
     [
-        ({"tp_slices": 2}, {}, 1, "parallel.tp=1, where no rows travel;"),
+        ({"tp_slices": 2}, {}, 1, "parallel.tp=1, where no rows are sent;"),
         ({"tp_slices": 3, "cp": 2}, {}, 4, "context.layout=zigzag cuts sequences into at most 2; use"),
         ({"tp_slices": 2, "cp": 2, "zero": 3}, {}, 4, "parallel.zero=3, which gathers weights for one layer"),
         ({"tp_slices": 4, "dp": 2, "zero": 3}, {}, 4, "parallel.zero=3, which gathers weights for one layer"),
-        ({"tp_slices": 2, "pp": 2}, {"kind": "seq1f1b", "slices": 2}, 4, "pipeline.slices=2, which cuts"),
+        (
+            {"tp_slices": 2, "pp": 2},
+            {"kind": "seq1f1b", "slices": 2},
+            4,
+            "pipeline.slices=2, which also cuts",
+        ),
         ({"tp_slices": 5}, {}, 2, "parallel.tp_slices must be one of auto, 1, 2, 3, 4, found 5."),
     ],
 )
@@ -173,9 +182,9 @@ def test_slices_are_refused_beside_what_they_do_not_go_with(parallel, pipeline, 
         (
             {"slices": 0, "costs": __file__},
             "striped",
-            "which are of whole sequences, and parallel.cp=2; say how",
+            "which cut whole sequences, but parallel.cp=2; set",
         ),
-        ({"slices": 129}, "striped", "pipeline.slices=129 of the 128 tokens of a sequence that a rank has;"),
+        ({"slices": 129}, "striped", "pipeline.slices=129 is more than a rank's 128 tokens of a sequence;"),
     ],
 )
 def test_slices_of_a_pipeline_are_refused_where_context_ranks_cannot_share_them(pipeline, layout, named):
@@ -191,7 +200,7 @@ def test_slices_of_a_pipeline_are_refused_where_context_ranks_cannot_share_them(
 
 def test_two_warm_ups_are_refused():
     config = dataclasses.replace(RunConfig(), optimizer=Optimizer(warmup_steps=3, warmup_fraction=0.1))
-    with pytest.raises(ConfigError, match=r"warmup_steps=3 and optimizer\.warmup_fraction=0\.1 both say"):
+    with pytest.raises(ConfigError, match=r"warmup_steps=3 and optimizer\.warmup_fraction=0\.1 both set"):
         validate.check(config, 1)
 
 
@@ -218,7 +227,7 @@ def test_the_defaults_are_accepted_on_any_number_of_ranks():
         ((1.0, math.inf), "data.weights must be positive finite numbers, found [1.0, inf]."),
         (
             (1.0, 1e-4),
-            "data.weights hold 0.0001 of 1.0001, less than one sample of 2048; use a larger weight",
+            "data.weights has 0.0001 of 1.0001, less than one sample in 2048; use a larger weight",
         ),
     ],
 )

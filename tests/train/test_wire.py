@@ -66,7 +66,7 @@ def test_it_learns_as_without_and_the_log_says_so(ranks, tmp_path, section):
         ),
         (
             {"data_parallel": DataParallel(weight_wire="fp8"), "parallel": Parallel(zero=3)},
-            "data_parallel.weight_wire=fp8 is of weights that several ranks gather",
+            "data_parallel.weight_wire=fp8 needs several ranks that gather weights",
         ),
         (
             {"pipeline": PipelineParallel(wire="bf16")},
@@ -75,11 +75,11 @@ def test_it_learns_as_without_and_the_log_says_so(ranks, tmp_path, section):
         ({"context": ContextParallel(wire="fp8")}, "context.wire=fp8 without context-parallel ranks"),
         (
             {"context": ContextParallel(wire="fp8", variant="all_gather_kv"), "parallel": Parallel(cp=2)},
-            "context.wire=fp8 is of the ring, and context.variant=all_gather_kv",
+            "context.wire=fp8 applies to the ring, and context.variant=all_gather_kv",
         ),
         (
             {"parallel": Parallel(dp=2, tp_wire="fp8")},
-            "parallel.tp_wire=fp8 is of rows that several tensor-parallel ranks gather, and there is one",
+            "parallel.tp_wire=fp8 needs several tensor-parallel ranks, and there is one",
         ),
         ({"context": ContextParallel(wire="fp4")}, "context.wire must be one of same, bf16, fp8, found fp4."),
     ],

@@ -1,8 +1,8 @@
-"""Builds what is tested and measured, under build/gpu_check: `python -m tools.gpu.build WHAT MARK`.
+"""Builds the core or the kernels for gpu_check, under build/gpu_check: `python -m tools.gpu.build WHAT MARK`.
 
-WHAT is core, portable (the kernels without those for Hopper) or hopper (with them). A compiler that is not
-ours may warn of more, so warnings are no errors here; and a kernel that does not compile is left out.
-What has been built is marked with MARK, by which a later call knows that it need not ask.
+WHAT is core, portable (the kernels without those for Hopper) or hopper (with them). Another compiler than
+ours may warn about more, so warnings are no errors here, and a kernel that does not compile is left out. MARK
+is stored beside a finished build; a later call with the same mark skips it.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from tools import build_cuda
 ROOT = build_cuda.ROOT
 FOLDER = ROOT / "build" / "gpu_check"
 SOURCES = ("csrc/**/*", "hip/**/*", "setup.py", "tools/build_*.py")
-"""What the mark must change with."""
+"""Files whose changes must change the mark."""
 
 
 def library(what: str) -> Path:
-    """Of the kernels: "portable" or "hopper"."""
+    """Returns the path of the "portable" or "hopper" library of kernels."""
     return FOLDER / what / build_cuda.LIBRARY.name
 
 
 def is_built(what: str, mark: str, root: Path = ROOT) -> bool:
-    """Whether it is there, and made of what the mark stands for."""
+    """Whether the build is there and has this mark."""
     made = root / FOLDER.relative_to(ROOT) / f"{what}.built"
     there = any((root / "pyruntime").glob("_C*.so")) if what == "core" else library(what).exists()
     return there and made.exists() and made.read_text() == mark
 
 
 def build_core() -> int:
-    """In place. Without nvcc for setup.py: the kernels are built beside it, and one may fail without the
-    other."""
+    """Builds the core in place. Hides nvcc from setup.py: the kernels are built separately, so that one can
+    fail without the other."""
     command = [sys.executable, "setup.py", "build_ext", "--inplace", "--lenient"]
     return subprocess.run(command, cwd=ROOT, env=os.environ | {"CUDA_HOME": "/nonexistent"}).returncode
 

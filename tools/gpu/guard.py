@@ -1,7 +1,7 @@
-"""Ends what another program started when that program ends, however it ends: SIGKILL leaves it no time to.
+"""Ends the processes that another program started when that program ends, even by SIGKILL.
 
-Reads process groups from its input, "+123" when one has started and "-123" when one has ended. The input ends
-with the program that writes it.
+Reads process groups from its input: "+123" when one has started and "-123" when one has ended. The input ends
+when the program that writes it ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 
 PATIENCE_S = 2.0
-"""ninja and pytest end what they started when they are asked to end; who has not by then is killed."""
+"""Seconds after SIGTERM in which ninja and pytest may end their own children; then SIGKILL follows."""
 
 
 def end(groups: Iterable[int]) -> None:
@@ -27,7 +27,7 @@ def end(groups: Iterable[int]) -> None:
 
 
 def tell(group: int, number: int) -> bool:
-    """Sends a signal to a process group; whether there is one."""
+    """Sends a signal to a process group; returns whether the group exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
         return True

@@ -1,5 +1,6 @@
-"""A plugin of pytest that writes what became of each test as soon as it is known: `-p tools.gpu.pytest_facts
---facts FILE`. One JSON object a line: {"begun": name}, then {"name", "verdict", "seconds", "text"}.
+"""A pytest plugin that writes each test's outcome at once: `-p tools.gpu.pytest_facts --facts FILE`.
+
+FILE gets one JSON object a line: {"begun": name}, then {"name", "verdict", "seconds", "text"}.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from typing import Any
 
 import pytest
 
-LONGEST_TEXT = 4000  # characters of a failure that are kept, its end
+LONGEST_TEXT = 4000  # characters kept from the end of a failure's text
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--facts", type=Path, help="write what becomes of each test to this file")
+    parser.addoption("--facts", type=Path, help="file for the outcome of each test")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,8 +1,7 @@
-"""The report of tools/gpu_check.py: all that is known of one GPU, in one JSON file and its text.
+"""The report of tools/gpu_check.py: all results of one GPU, as one JSON file and one text file.
 
-It is written anew, whole, after every fact, so that whatever ends the program leaves what there is; and the
-next call goes on with it. What was found by other sources than those that are here now is kept until it is
-found anew.
+It is rewritten as a whole after every fact, so it survives whatever ends the program, and the next call
+continues it. Results from other versions of the sources are kept until they are measured again.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ LONGEST_LOG = 1_000_000  # characters of a stage's output that the log keeps
 FAILURE_LINES = 12  # of a failed test in the text
 UNDER_WAY = "under way"
 OF_TESTS = (0, 1, 5)
-"""pytest's exit codes where it came to its end: passed, failed, nothing was left to run."""
+"""pytest's exit codes when it ran to its end: passed, failed, nothing left to run."""
 
 
 def fingerprint(root: Path, sources: Iterable[str] = SOURCES) -> str:
-    """Of all that is built, tested or measured: eight digits that change with it."""
+    """Returns eight digits that change with any source that is built, tested or measured."""
     digest = hashlib.sha256()
     for path in sorted({path for pattern in sources for path in root.glob(pattern)}):
         if path.suffix in ENDINGS and path.is_file():
@@ -40,7 +39,7 @@ def fingerprint(root: Path, sources: Iterable[str] = SOURCES) -> str:
 
 
 def name_of(gpu: str, day: datetime.date) -> str:
-    """nvidia_h200-2026-11-21 for NVIDIA H200."""
+    """Returns the report's name, such as nvidia_h200-2026-11-21 for NVIDIA H200."""
     return f"{slug(gpu)}-{day.isoformat()}"
 
 
@@ -49,7 +48,7 @@ def slug(gpu: str) -> str:
 
 
 def earlier(folders: Iterable[Path], gpu: str, today: datetime.date, source: str) -> dict[str, Any] | None:
-    """The newest report of this GPU that this call goes on with: one of today, or of these very sources."""
+    """Returns the report of this GPU to continue: the newest from today or of the same sources."""
     found = [path for folder in folders for path in folder.glob(f"{slug(gpu)}-????-??-??.json")]
     for path in sorted(found, key=lambda path: (path.stem, path.stat().st_mtime), reverse=True):
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -59,7 +58,7 @@ def earlier(folders: Iterable[Path], gpu: str, today: datetime.date, source: str
 
 
 class Report:
-    """What has been found of one GPU, by this call and by those before it."""
+    """The results of one GPU, from this call and earlier ones."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class Report:
         logs: Path,
         today: datetime.date,
     ) -> None:
-        """`results` and `out` take copies of the report, and `out` the output of all stages too."""
+        """`results` and `out` are folders that get the report; `out` also gets the output of all stages."""
         self._folders = [results] if out is None else [results, out]
         self._out, self._logs = out, logs
         for folder in self._folders:
@@ -90,13 +89,13 @@ class Report:
         for stage in self._document["stages"]:
             if stage["verdict"] == UNDER_WAY:
                 stage |= {"verdict": "cut", "text": "the program was ended"}
-        self._rows = 0  # of the stage of a benchmark that is under way
+        self._rows = 0  # that the running benchmark stage has written
         self.write()
 
-    # ---- what there is ----
+    # ---- what is known ----
 
     def has(self, stage: Stage) -> bool:
-        """Whether these sources have brought the stage to its end, well or not."""
+        """Whether the stage has run to its end with these sources, passed or not."""
         found = self._stage(stage.name)
         if found is None or found["source"] != self.source or stage.builds:
             return False
@@ -105,17 +104,17 @@ class Report:
         return found["verdict"] in ("passed", "failed", "timed out")
 
     def tests_of(self, stage: Stage) -> list[str]:
-        """Names of the tests of a stage of which these sources' outcome is known."""
+        """Returns the names of a stage's tests whose outcome with these sources is known."""
         return [test["name"] for test in self._tests(stage.name) if test["source"] == self.source]
 
     def bad(self, names: Sequence[str]) -> list[str]:
-        """Of these stages those that did not pass. One that is absent could not."""
+        """Returns those of these stages that did not pass; absent ones do not count."""
         return [name for name in names if self._verdict(name) not in ("passed", "absent")]
 
-    # ---- what is found ----
+    # ---- new facts ----
 
     def begin(self, stage: Stage) -> None:
-        if stage.facts is not None:  # a build may begin beside what writes them
+        if stage.facts is not None:  # a build may begin while a benchmark writes rows
             self._rows = 0
         self._put(stage, {"verdict": UNDER_WAY, "text": "", "seconds": 0.0, "code": None, "last_lines": []})
         self.write()
@@ -135,7 +134,7 @@ class Report:
         if outcome.verdict in ("absent", "not run"):
             found = self._stage(stage.name)
             if found is not None and found["verdict"] not in ("absent", "not run"):
-                return  # more is known of it
+                return  # an earlier result says more
         by_itself = outcome.code is not None and outcome.code in OF_TESTS
         if stage.tests and outcome.begun and outcome.verdict != "cut" and not by_itself:
             how = f"{outcome.verdict}, {outcome.text}; with it the process of all tests of its stage"
@@ -144,7 +143,7 @@ class Report:
         if stage.facts is not None and outcome.verdict in ("passed", "failed"):
             self._forget_what_is_gone(stage)
             verdict = self._verdict_of_tests(stage, outcome) if stage.tests else self._of_rows(stage, outcome)
-        # Of what passed only its sum is kept.
+        # If it passed, only its last line is kept, the summary.
         lines = outcome.last_lines[-1:] if verdict == "passed" else outcome.last_lines
         found = {"verdict": verdict, "text": outcome.text, "seconds": outcome.seconds, "code": outcome.code}
         self._put(stage, {**found, "last_lines": list(lines)})
@@ -156,7 +155,7 @@ class Report:
         self._replace("tests", {"stage": stage.name, **fact, "source": self.source}, ("stage", "name"))
 
     def _verdict_of_tests(self, stage: Stage, outcome: Outcome) -> str:
-        """Of all its tests, earlier calls' too: passed where some passed and none failed."""
+        """Passed if, over all calls, some of its tests passed and none failed."""
         verdicts = [test["verdict"] for test in self._tests(stage.name)]
         fine = outcome.code in OF_TESTS and "failed" not in verdicts and "passed" in verdicts
         return "passed" if fine else "failed"
@@ -167,7 +166,7 @@ class Report:
         return "failed" if wrong else outcome.verdict
 
     def _forget_what_is_gone(self, stage: Stage) -> None:
-        """What a stage that came to its end did not find again, other sources had found."""
+        """Drops results of other sources that a stage which ran to its end did not find again."""
         self._document["tests"] = [
             test
             for test in self._document["tests"]
@@ -183,15 +182,14 @@ class Report:
     # ---- the files ----
 
     def write(self) -> None:
-        """Each file is replaced as a whole: whoever reads it, and whatever ends this, finds one or the
-        other."""
+        """Replaces each file as a whole, so a reader finds the old or the new one, even after a crash."""
         document, text = as_lines(self._document), self.text()
         for folder in self._folders:
             _write(folder / f"{self.name}.json", document)
             _write(folder / f"{self.name}.txt", text + "\n")
 
     def text(self) -> str:
-        """Stages, what failed, figures."""
+        """Returns stages, failures and figures as text."""
         device = self._document["device"]
         head = f"{device['name']}, torch {device.get('torch', '?')}, sources {self.source}"
         parts = [head, self._table(), self._failures(), self._figures()]
@@ -230,7 +228,7 @@ class Report:
         return gpu_problem.summary(self._document["results"])
 
     def _log(self) -> str:
-        """The output of all stages in one text; of a long one its beginning and its end."""
+        """Returns the output of all stages as one text; long outputs keep their beginning and end."""
         texts = []
         for stage in self._document["stages"]:
             log = self._logs / f"{stage['name']}.txt"
@@ -257,7 +255,7 @@ class Report:
         self._replace("stages", {"name": stage.name, **found, "date": date, "source": self.source}, ("name",))
 
     def _replace(self, where: str, made: dict[str, Any], keys: tuple[str, ...]) -> None:
-        """In the place of what has the same keys, or at the end."""
+        """Replaces the row with the same keys, or appends one."""
         rows = self._document[where]
         for index, row in enumerate(rows):
             if all(row[key] == made[key] for key in keys):

@@ -1,7 +1,7 @@
-"""Runs stages: processes with a limit each, whose facts go to a report while they run.
+"""Runs stages, which are processes with a time limit, and passes their facts to a report while they run.
 
-A stage starts when those that it needs are over, in the order of the list: builds beside whatever else runs,
-of the others one at a time. One that fails or reaches its limit is recorded, and the next runs all the same.
+A stage starts when those that it needs are over, in the order of the list. Builds run beside other stages;
+other stages run one at a time. A stage that fails or reaches its limit is recorded, and the next one runs.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from tools.gpu import guard
 LAST_LINES = 25
 POLL_S = 0.05
 LEAST_S = 2.0
-"""With less time left than this nothing is started."""
+"""Nothing is started with less time left than this."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A command with a limit."""
+    """A command with a time limit."""
 
     name: str
     kind: str
-    """What --only calls it: build, test, bench or sanitize."""
+    """Its name for --only: build, test, bench or sanitize."""
     command: tuple[str, ...]
     limit_s: float
     needs: tuple[str, ...] = ()
     """Stages that must have passed."""
     environment: Mapping[str, str] = field(default_factory=dict)
     absent: str = ""
-    """Why it cannot run here; then that is no failure."""
+    """Why it cannot run here, which is no failure; empty if it can."""
     facts: Path | None = None
-    """Where it writes its facts, one JSON object a line: of tests what tools/gpu/pytest_facts.py writes, of
-    the benchmark its rows."""
+    """File for its facts, one JSON object a line: outcomes of tests (tools/gpu/pytest_facts.py), or rows of
+    the benchmark."""
     tests: bool = False
-    """Whether it is pytest that writes them."""
+    """Whether pytest writes the facts."""
     library: str = "whole"
-    """The kernels that must be in place: "portable" ones alone, or the "whole" of what has been built."""
+    """The kernels that must be in place: only "portable" ones, or the "whole" library."""
 
     @property
     def builds(self) -> bool:
@@ -54,25 +54,26 @@ class Stage:
 
     @property
     def wants_quiet(self) -> bool:
-        """Whether it measures: then no compiler runs beside it."""
+        """Whether it measures, so that no compiler may run beside it."""
         return self.kind in ("bench", "sanitize")
 
 
 class Record(Protocol):
-    """What a report does with what it is told; each call leaves a whole report."""
+    """The interface of a report that receives facts; after each call it is complete on disk."""
 
     def begin(self, stage: Stage) -> None: ...
 
     def add(self, stage: Stage, fact: dict[str, Any]) -> None:
-        """A fact of a stage that is under way."""
+        """Adds a fact of a running stage."""
 
     def end(self, stage: Stage, outcome: Outcome) -> None: ...
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`verdict`: passed, failed, timed out (at the stage's own limit), cut (by the end of the call), absent
-    or not run. `text` says more. `begun`: the test that ran where the process did not end by itself."""
+    """The outcome of a stage. `verdict`: passed, failed, timed out (at the stage's own limit), cut (by the
+    end of the call), absent or not run. `text` says more. `begun`: the test that ran when the process was
+    ended."""
 
     verdict: str
     text: str = ""
@@ -83,7 +84,7 @@ class Outcome:
 
 
 def last_lines(log: Path, count: int = LAST_LINES) -> tuple[str, ...]:
-    """Of a file that may be long and not all text."""
+    """Returns the last lines of a file that may be long and contain bytes that are no text."""
     if not log.exists():
         return ()
     with log.open("rb") as file:
@@ -92,7 +93,7 @@ def last_lines(log: Path, count: int = LAST_LINES) -> tuple[str, ...]:
 
 
 class Guard:
-    """Ends the processes that are running when this one ends, by whatever signal (tools/gpu/guard.py)."""
+    """Ends the running processes when this one ends, by whatever signal (tools/gpu/guard.py)."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -111,7 +112,7 @@ class Guard:
 
 
 class Running:
-    """A stage that has been started; its output goes to a file."""
+    """A started stage, whose output goes to a file."""
 
     def __init__(self, stage: Stage, root: Path, logs: Path, left_s: float, watch: Guard) -> None:
         self.stage, self._watch = stage, watch
@@ -129,7 +130,7 @@ class Running:
             file.write(f"$ {' '.join(stage.command)}\n".encode())
             file.flush()
             try:
-                # In this session, whose end is theirs too, and a group of their own, which can be ended.
+                # The same session, so that they end with it; a new group, so that it can be ended.
                 self._process = subprocess.Popen(
                     stage.command,
                     cwd=root,
@@ -144,7 +145,7 @@ class Running:
                 self._error = str(error)
 
     def new_facts(self) -> list[dict[str, Any]]:
-        """Those that have been written since they were asked for last; a line that is not whole waits."""
+        """Returns the facts written since the last call; an incomplete line waits for the next one."""
         if self.stage.facts is None or not self.stage.facts.exists():
             return []
         with self.stage.facts.open("rb") as file:
@@ -165,7 +166,7 @@ class Running:
         )
 
     def outcome(self) -> Outcome:
-        """Ends what still runs. To be asked for after the last facts."""
+        """Ends the process if it still runs, and returns the outcome. Call it after the last new_facts()."""
         seconds = time.monotonic() - self._start
         code = 127 if self._process is None else self._process.poll()
         self.stop()
@@ -180,15 +181,15 @@ class Running:
         return Outcome(verdict, text, round(seconds, 2), code, last_lines(self.log), self._begun)
 
     def stop(self) -> None:
-        """Ends the process and all that it started in its group."""
+        """Ends the process and its whole group."""
         if self._process is None:
             return
         for how, patience_s in ((signal.SIGTERM, guard.PATIENCE_S), (signal.SIGKILL, 10)):
             if self._process.poll() is None:
                 guard.tell(self._process.pid, how)
-                with contextlib.suppress(subprocess.TimeoutExpired):  # it may wait for the device
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it may be waiting for the device
                     self._process.wait(timeout=patience_s)
-        guard.tell(self._process.pid, signal.SIGKILL)  # what it has left behind
+        guard.tell(self._process.pid, signal.SIGKILL)  # children that it left behind
         self._watch.note("-", self._process.pid)
 
 
@@ -201,9 +202,9 @@ def run_stages(
     budget_s: float,
     put_in_place: Callable[[Stage], None] = lambda stage: None,
 ) -> dict[str, Outcome]:
-    """Runs all stages; none outlives `budget_s` seconds in all. `put_in_place` is called before each.
+    """Runs all stages within `budget_s` seconds. `put_in_place` is called before each.
 
-    A stage that is needed and not among the `stages` counts as passed.
+    A needed stage that is not among the `stages` counts as passed.
     """
     logs.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + budget_s
@@ -244,7 +245,7 @@ def run_stages(
 
 
 def why_not(stage: Stage, over: Mapping[str, Outcome], left_s: float) -> Outcome | None:
-    """The outcome of a stage that cannot be started any more; None where it may still be."""
+    """Returns the outcome of a stage that cannot start any more; None if it still can."""
     if stage.absent:
         return Outcome("absent", stage.absent)
     for name in stage.needs:
@@ -255,7 +256,7 @@ def why_not(stage: Stage, over: Mapping[str, Outcome], left_s: float) -> Outcome
 
 
 def may_start(stage: Stage, running: Sequence[Stage], waiting: Sequence[Stage]) -> bool:
-    """Whether all that it needs is over, and what runs leaves it room."""
+    """Whether the stages that it needs are over and the running ones allow it beside them."""
     if any(other.name in stage.needs for other in [*running, *waiting]):
         return False
     if stage.builds:

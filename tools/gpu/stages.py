@@ -1,4 +1,4 @@
-"""What tools/gpu_check.py does, the most telling first: builds, tests, benchmarks, sanitizers."""
+"""The stages of tools/gpu_check.py, most informative first: builds, tests, benchmarks, sanitizers."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from tools.gpu.report import Report
 from tools.gpu.runner import Stage
 
 KINDS = ("build", "test", "bench", "sanitize")
-SANITIZER_FOUND = 99  # its exit code where it found something
-MOST_FAILURES = 6  # of a stage of tests; each may wait for its deadline
+SANITIZER_FOUND = 99  # compute-sanitizer's exit code when it found an error
+MOST_FAILURES = 6  # of a stage of tests, as each may wait for its deadline
 NEED_KERNELS = ("core", "portable kernels")
 NEED_HOPPER = (*NEED_KERNELS, "hopper kernels")
 TESTS = "tests/cuda/gpu/test_gpu.py"
 HOPPER_TESTS = "tests/cuda/gpu/test_sm90_gpu.py"
 LAYERS_TESTS = "tests/cuda/gpu/test_gpu_layers.py"
+ON_DEVICES = "(training or muon or adamw or wires or compression) and (learn or bits_of_the_cpu)"
 VARIANTS_TESTS = "tests/cuda/compiled/test_variants.py"
 ALONE = "not fused and not chunked and not graph"
 
 
 def own_architecture(capability: Sequence[int]) -> str:
-    """TORCH_CUDA_ARCH_LIST for one GPU; Hopper's own instructions have a name of their own."""
+    """Returns TORCH_CUDA_ARCH_LIST for one GPU; Hopper's own instructions need 9.0a."""
     number = f"{capability[0]}.{capability[1]}"
     return "9.0a" if number == "9.0" else number
 
 
 def find_tool(name: str) -> str | None:
-    """On PATH, or where CUDA installs it."""
+    """Returns the path of a tool on PATH or in CUDA's folders."""
     places = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
     folders = [str(Path(place, sub)) for place in places if place for sub in ("bin", name)]
     return shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders))
@@ -43,8 +44,8 @@ def find_tool(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """All stages there are for a GPU of this compute capability. `logs` takes their output and their facts;
-    `mark` stands for what is built."""
+    """All stages for a GPU of this compute capability. `logs` is the folder of their output and facts; `mark`
+    identifies the sources of the builds."""
 
     root: Path
     logs: Path
@@ -60,9 +61,10 @@ class Plan:
             *(self.tests(name, TESTS, name, limit) for name, limit in LIMITS.items()),
             self.tests("alone", TESTS, ALONE, 60),
             self.tests("layers", LAYERS_TESTS, "test", 60),
+            self.devices(),
             self.part("smoke-hopper"),
             self.tests("hopper", HOPPER_TESTS, "test", 120, NEED_HOPPER),
-            # The same tests once more: a GEMM that Hopper's kernels can take is theirs now.
+            # The same tests again: now Hopper's kernels run every GEMM that they can.
             *(self.tests(f"{name}, hopper", TESTS, name, LIMITS[name], NEED_HOPPER) for name in SECOND),
             *(self.part(part) for part in measured),
             self.tests("variants", VARIANTS_TESTS, "on_a_gpu", 120, absent=without_cupy()),
@@ -74,7 +76,7 @@ class Plan:
         environment = self.environment(MAX_JOBS=_cores(), TORCH_CUDA_ARCH_LIST=architecture)
 
         def stage(name: str, what: str, limit_s: float, **more: Any) -> Stage:
-            # Tests come first where both want a processor.
+            # Tests have priority over this build.
             nice = ("nice", "-n", "10") if what == "hopper" else ()
             command = (*nice, sys.executable, "-m", "tools.gpu.build", what, self.mark)
             return Stage(name, "build", command, limit_s, environment=environment, **more)
@@ -87,7 +89,7 @@ class Plan:
         ]
 
     def part(self, part: str) -> Stage:
-        """A part of bench/gpu."""
+        """Returns the stage of a part of bench/gpu."""
         lines = self.logs / f"{part}.facts"
         return Stage(
             part,
@@ -100,6 +102,11 @@ class Plan:
             library="whole" if part.endswith("-hopper") or not part.startswith("smoke") else "portable",
         )
 
+    def devices(self) -> Stage:
+        """Returns the stage of tests of simulated devices, with the GPU in their place."""
+        made = self.tests("trainer", "tests/device", ON_DEVICES, 150, marked=())
+        return replace(made, environment={**made.environment, "PYRUNTIME_TEST_DEVICE": "cuda"})
+
     def tests(
         self,
         name: str,
@@ -108,13 +115,14 @@ class Plan:
         limit_s: float,
         needs: tuple[str, ...] = NEED_KERNELS,
         absent: str = "",
+        marked: tuple[str, ...] = ("-m", "gpu"),
     ) -> Stage:
         facts = self.logs / f"tests {name}.facts"
         command = (sys.executable, "-m", "pytest", "-p", "tools.gpu.pytest_facts", "--facts", str(facts))
-        command += ("-m", "gpu", "-v", "--tb=short", "-p", "no:cacheprovider", f"--maxfail={MOST_FAILURES}")
-        # References are made on the CPU; where ranks are processes each keeps to one thread.
+        command += (*marked, "-v", "--tb=short", "-p", "no:cacheprovider", f"--maxfail={MOST_FAILURES}")
+        # References are computed on the CPU; ranks that are processes use one thread each.
         threads = "1" if path in (TESTS, HOPPER_TESTS) else str(min(8, int(_cores())))
-        # Plugins that happen to be installed import what takes seconds.
+        # Other installed plugins would take seconds to import.
         alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         return Stage(
             f"tests {name}",
@@ -138,26 +146,27 @@ class Plan:
                 command = (tool or "compute-sanitizer", "--tool", check)
                 command += ("--error-exitcode", str(SANITIZER_FOUND))
                 command += (sys.executable, "-m", "bench.gpu.run", "--child", f"smoke-{kernels}")
-                # Memory that torch hands out again would hide what lies beyond an end.
+                # Memory that torch caches would hide accesses past an end.
                 alone = self.environment(PYTORCH_NO_CUDA_MEMORY_CACHING="1")
                 stages.append(Stage(f"{check} {kernels}", "sanitize", command, 60, needs, alone, absent))
         return stages
 
     def environment(self, **more: str) -> dict[str, str]:
-        """pyruntime is not installed: it is built in place."""
+        """Returns variables for a stage; PYTHONPATH finds pyruntime, which is built in place, not
+        installed."""
         path = os.pathsep.join([str(self.root), *filter(None, [os.environ.get("PYTHONPATH")])])
         return {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path, **more}
 
 
 LIMITS = {"chunked": 90.0, "fused": 90.0, "graph": 60.0}
-"""Of the tests on several ranks, in the order of their worth."""
+"""Seconds for the tests on several ranks, the most important first."""
 SECOND = ("fused", "graph")
 
 
 def left_to_do(stages: Sequence[Stage], report: Report, only: set[str], built: set[str]) -> list[Stage]:
-    """Of all stages those that are asked for and not known already, and the builds that they need.
+    """Returns the requested stages whose outcome is not known, after the builds that they need.
 
-    Of tests that were cut off those are left that have not run. `built`: names of the builds that are there.
+    A stage of tests that was cut off runs only its remaining tests. `built`: names of finished builds.
     """
     wanted = [stage for stage in stages if stage.kind in only and not stage.builds and not report.has(stage)]
     needed = {name for stage in wanted if not stage.absent for name in stage.needs}
@@ -173,19 +182,19 @@ def without_known(stage: Stage, report: Report) -> Stage:
 
 
 def without_cupy() -> str:
-    """Why tile variants cannot be run; empty where they can."""
+    """Returns why tile variants cannot run; empty if they can."""
     found = importlib.util.find_spec("cupy")
     return "" if found else "cupy, which runs tile variants, is not installed: pip install pyruntime[tiles]"
 
 
 def without_hopper(capability: Sequence[int]) -> str:
-    """Why the kernels for Hopper cannot be built for this GPU; empty where they can."""
+    """Returns why the kernels for Hopper cannot be built for this GPU; empty if they can."""
     if tuple(capability) != (9, 0):
-        return "this GPU is no Hopper"
+        return "this GPU is not a Hopper"
     if build_sm90.local_cutlass() is not None:
         return ""
     pin = f"nvidia-cutlass=={build_sm90.pinned_version()}"
-    return f"no headers of CUTLASS: `pip download --no-deps {pin}` where there is a network, then --cutlass"
+    return f"no headers of CUTLASS: `pip download --no-deps {pin}` where a network is, then --cutlass"
 
 
 def _cores() -> str:

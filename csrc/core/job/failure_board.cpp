@@ -25,19 +25,19 @@ namespace pyruntime {
 
 namespace {
 
-// Often enough for a failure to reach all ranks well within a second; a job of thousands looks less often, to
-// spare the one process that serves the store.
+// Often enough for a failure to reach all ranks well within a second. A job of thousands of ranks looks less
+// often, to spare the one process that serves the store.
 std::chrono::milliseconds period_of(int world_size) {
   return std::chrono::milliseconds(std::clamp(world_size / 8, 100, 500));
 }
 
-// How often a wait for an answer of the store looks for what may end it.
+// The period in which a wait for the store's answer checks for what may end it.
 constexpr std::chrono::milliseconds kAnswerLook{20};
 
-// A store that has not answered after this long is left alone.
+// After this long without an answer the store is not waited for any more.
 constexpr std::chrono::milliseconds kStorePatience{500};
 
-// After this long the process that serves it is taken to be stopped: many times what a busy one needs.
+// After this long the process that serves the store counts as stopped: many times what a busy one needs.
 constexpr double kServerSilent = 2.0;
 
 constexpr char kSeparator = '\x1f';
@@ -47,7 +47,7 @@ std::string encode(const Failure& failure) {
               kSeparator + failure.group + kSeparator + failure.message);
 }
 
-// Anybody who reaches the store can write there: what no rank has written ends the job too.
+// Anybody who reaches the store can write there: bytes that no rank has written end the job too.
 Failure decode(const std::string& text) {
   const std::optional<std::string> sealed = unseal(text);
   std::istringstream parts(sealed.value_or(""));
@@ -58,9 +58,9 @@ Failure decode(const std::string& text) {
   if (kind < 0 || kind > static_cast<int>(CommErrorKind::kDisagree) ||
       !std::getline(parts, failure.group, kSeparator)) {
     return {CommErrorKind::kBroken,
-            "What stands in the job's store in the place of a failure, " + std::to_string(text.size()) +
-                " bytes, is not what a rank writes; another program writes there. Let the job's hosts alone "
-                "reach the store's port (MASTER_PORT), and start anew.",
+            "In the job's store, the record of a failure (" + std::to_string(text.size()) +
+                " bytes) is not what a rank writes; another program writes there. Allow only the job's "
+                "hosts to reach the store's port (MASTER_PORT), and start again.",
             "", -1};
   }
   failure.kind = static_cast<CommErrorKind>(kind);
@@ -70,8 +70,8 @@ Failure decode(const std::string& text) {
 
 }  // namespace
 
-// What the threads of one job share. The store is asked by the watching thread alone: a store that does not
-// answer holds up nobody else.
+// The state that the threads of one job share. Only the watching thread asks the store: a store that does not
+// answer blocks nobody else.
 struct FailureBoard::Session {
   c10::intrusive_ptr<c10d::Store> store;  // for comparison; null: no job
   c10::intrusive_ptr<c10d::Store> own;    // the watching thread's own connection
@@ -83,13 +83,13 @@ struct FailureBoard::Session {
   std::condition_variable changed;
   bool leaving = false;
   bool watched = false;     // the thread runs
-  uint64_t generation = 0;  // of failures: how many were cleared
+  uint64_t generation = 0;  // how many failures were cleared
   std::atomic<bool> failed{false};
   Failure first;  // of this generation
   std::optional<Failure> to_post;
   bool look_now = false;
   uint64_t looks = 0;
-  double asked_since = 0;  // the store, which has not answered yet; 0: nothing is asked
+  double asked_since = 0;  // since when an unanswered question waits; 0: none does
   std::deque<std::packaged_task<void(c10d::Store&)>> questions;
 
   int64_t number = 0;  // how often this rank has joined a job on this store; 0: it has not yet
@@ -110,11 +110,11 @@ struct FailureBoard::Session {
     return watched;
   }
   std::future<void> add(Question question);
-  // The thread's first work: the store may not answer.
+  // Runs in the watching thread, because the store may not answer.
   void connect();
   void answer(std::unique_lock<std::mutex>& lock);
   bool look(std::unique_lock<std::mutex>& lock);
-  // A sentence that names the rank that serves the store, where this has not answered for seconds; else
+  // A sentence that names the rank that serves the store, if the store has not answered for seconds; else
   // empty.
   std::string words_of_silent_server();
 };
@@ -195,13 +195,13 @@ void FailureBoard::Session::answer(std::unique_lock<std::mutex>& lock) {
     questions.pop_front();
     asked_since = monotonic_seconds();
     lock.unlock();
-    next(*own);  // what it throws is its future's
+    next(*own);  // its exceptions go to its future
     lock.lock();
     asked_since = 0;
   }
 }
 
-// False where the store's process is gone: the job is ending, and waits end by what they see themselves.
+// Returns false if the store's process is gone: the job is ending, and waits end by what they see themselves.
 bool FailureBoard::Session::look(std::unique_lock<std::mutex>& lock) {
   look_now = false;
   const std::string board_key = key(), own_life = life_key(rank);
@@ -244,7 +244,7 @@ void FailureBoard::watch(const std::shared_ptr<Session>& session) {
     reached = false;
   }
   std::unique_lock<std::mutex> lock(session->mutex);
-  auto next_look = std::chrono::steady_clock::now();  // at once: others look for a sign of this rank
+  auto next_look = std::chrono::steady_clock::now();  // at once: others look for this rank's sign of life
   while (reached && !session->leaving) {
     session->changed.wait_until(lock, next_look, [&] {
       return session->leaving || session->to_post.has_value() || session->look_now ||
@@ -320,7 +320,7 @@ Failure FailureBoard::post(Failure failure) {
                               [&] { return session->failed.load() || !session->watched; });
   }
   if (!session->failed.load()) {
-    // Whoever is late, or has ended, was waiting for that rank in the end.
+    // Whichever rank is late or has ended, it was in the end waiting for the rank that serves the store.
     const bool ranks_agree = failure.kind != CommErrorKind::kDisagree;
     if (const std::string server = session->words_of_silent_server(); ranks_agree && !server.empty()) {
       failure.kind = CommErrorKind::kTimeout;
@@ -330,6 +330,19 @@ Failure FailureBoard::post(Failure failure) {
     session->failed.store(true, std::memory_order_release);
   }
   return session->first;
+}
+
+bool FailureBoard::has_failed() {
+  return session()->failed.load(std::memory_order_acquire);
+}
+
+bool FailureBoard::has_left(int rank) {
+  const std::shared_ptr<Session> session = this->session();
+  const auto left = std::make_shared<std::atomic<bool>>(false);
+  const std::future<void> answered =
+      session->add([left, key = left_key(rank)](c10d::Store& store) { *left = store.check({key}); });
+  answered.wait_for(kStorePatience);
+  return *left;
 }
 
 void FailureBoard::raise_if_failed() {
@@ -350,7 +363,7 @@ void FailureBoard::clear(const std::function<bool(const std::string&)>& is_over)
   const std::shared_ptr<Session> session = this->session();
   std::unique_lock<std::mutex> lock(session->mutex);
   if (!session->failed.load() && session->watched) {
-    // Another rank may have failed, and this one not seen it yet.
+    // Another rank may have failed without this one having seen it yet.
     const uint64_t before = session->looks;
     session->look_now = true;
     session->changed.notify_all();

@@ -33,7 +33,7 @@ std::vector<int> JobRanks::of(const std::string& process_group, int size) const 
     if (found != entered_.end()) return found->second;
     finder = finder_;
   }
-  // Not under the lock: it may want the GIL, whose holder may want the lock.
+  // Not under the lock: the finder may want the GIL, whose holder may want the lock.
   if (finder) return finder(process_group, size);
   std::vector<int> ranks(size);
   std::iota(ranks.begin(), ranks.end(), 0);

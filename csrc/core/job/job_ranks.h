@@ -1,5 +1,5 @@
-// What messages call the ranks of a job: "rank 2 (tp 0, dp 1; process 4711 on node3)". Ops know a rank by its
-// number in their group, which is another in each group; messages name it by its number in the job.
+// Names the ranks of a job in messages: "rank 2 (tp 0, dp 1; process 4711 on node3)". Ops know a rank by its
+// number in their group, which differs between groups; messages use its number in the job.
 #pragma once
 
 #include <functional>
@@ -16,21 +16,21 @@ class JobRanks {
   // The table of this process's job.
   static JobRanks& instance();
 
-  // Which ranks of the job the process group of that name and size has, in its order. Set once, before the
-  // first group. It may want the GIL.
+  // Finds the ranks in the job of the process group with that name and size, in the group's order. Set once,
+  // before the first group. The finder may take the GIL.
   using Finder = std::function<std::vector<int>(const std::string& process_group, int size)>;
   void set_finder(Finder finder);
-  // The same for a process group that Python does not know, until leave().
+  // Enters a process group that Python does not know, until leave().
   void enter(const std::string& process_group, std::vector<int> ranks);
   void leave(const std::string& process_group);
-  // By rank in the process group, of `size` ranks.
+  // The ranks in the job, by rank in the process group, which has `size` ranks.
   std::vector<int> of(const std::string& process_group, int size) const;
 
-  // Where each rank of the job stands on its mesh, in words, by rank: "tp 0, dp 1". Empty: not known.
+  // Sets the place of each rank on the job's mesh, by rank: "tp 0, dp 1". Empty: unknown.
   void set_coordinates(std::vector<std::string> coordinates);
-  // Where a rank runs.
+  // Records the host and process of a rank.
   void learn(int rank, const std::string& host, pid_t pid);
-  // The job is over: the next has other processes.
+  // Forgets the job's ranks when it is over: the next job has other processes.
   void forget();
 
   // "rank 2 (tp 0, dp 1)", as far as it is known.

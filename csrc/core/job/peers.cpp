@@ -21,18 +21,17 @@ namespace {
 
 constexpr char kSeparator = '\x1f';
 constexpr double kLongestWork = 24 * 3600.0;
-// Of silence after which a rank that may have brought a collective down is named: many times the period of
-// the signs.
+// After this silence a rank that may have broken a collective is named: many times the period of the signs.
 constexpr double kSilent = 2.0;
 constexpr double kLookEvery = 0.1;
-// For the word of a rank that knows more.
+// The wait for a better-informed rank's report.
 constexpr double kHearsay = 0.5;
 
 std::string get_text(c10d::Store& store, const std::string& key) {
   return store.check({key}) ? store.get_to_str(key) : "";
 }
 
-// Signs of life of one rank, as they are seen from here.
+// The signs of life of one rank, as this process sees them.
 class Life {
  public:
   explicit Life(int rank) : rank_(rank) {}
@@ -40,7 +39,7 @@ class Life {
   // `text` is what the store holds; empty: nothing yet.
   void see(const std::string& text) {
     const double now = monotonic_seconds();
-    // Of what this process sleeps itself, or is stopped, no peer is guilty.
+    // Time in which this process itself sleeps or is stopped is no silence of the peer.
     silence_ += std::min(now - last_look_, 0.5);
     last_look_ = now;
     if (text.empty() || text == last_) return;
@@ -56,7 +55,7 @@ class Life {
 
   bool was_seen() const { return !last_.empty(); }
   bool ended() const { return process_.pid() != 0 && process_.gone(); }
-  // "process 4711 on node3", once it was seen
+  // "process 4711 on node3", once it was seen.
   const std::string& process_text() const { return process_text_; }
   double silence() const { return silence_; }
 
@@ -77,7 +76,7 @@ void ask(FailureBoard::Question question, const Waiting& waiting) {
   FailureBoard& board = FailureBoard::instance();
   const auto asked = board.ask(std::move(question), waiting.seconds);
   if (asked == FailureBoard::Asked::kAnswered) return;
-  // The store's process may have gone because a rank failed, whose word comes in another way.
+  // The store's process may have gone because a rank failed, whose report comes another way.
   board.raise_if_failed();
   if (asked == FailureBoard::Asked::kStoreGone) {
     raise(CommErrorKind::kPeerLost, waiting, ": " + board.words_of_lost_store());
@@ -165,13 +164,13 @@ std::string hear(const std::string& key, int rank, const Waiting& waiting) {
     if (answer->there) {
       if (std::optional<std::string> value = unseal(answer->value)) return *std::move(value);
       raise(CommErrorKind::kBroken, waiting,
-            ": what is in the job's store in its name, " + std::to_string(answer->value.size()) +
-                " bytes, is not what a rank writes; another program writes there. Let the job's hosts alone "
-                "reach the store's port (MASTER_PORT), and start anew.");
+            ": its value in the job's store (" + std::to_string(answer->value.size()) +
+                " bytes) is not what a rank writes; another program writes there. Allow only the job's "
+                "hosts to reach the store's port (MASTER_PORT), and start again.");
     }
     if (for_life) life.see(answer->sign);
     check_wait();
-    // The peer may have told and then ended, between the look and this.
+    // The peer may have written and then ended, between the look and now.
     if (last_look) {
       raise(CommErrorKind::kPeerLost, waiting, ": its " + life.process_text() + " has ended.");
     }
@@ -200,7 +199,7 @@ void await_better_word(int rank) {
   const SignOfLife before = look();
   if (!before.waits) return;
   listen(3 * kLookEvery);
-  // One that has been stopped while it waited is the culprit.
+  // A rank that has been stopped while it waited is the culprit.
   if (look().count != before.count) listen(kHearsay);
 }
 
@@ -240,8 +239,8 @@ void raise_for_missing(const std::vector<int>& ranks, const Waiting& waiting, co
   FailureBoard& board = FailureBoard::instance();
   std::vector<Life> lives(ranks.begin(), ranks.end());
   const double start = monotonic_seconds();
-  // A rank that has brought it down by an error of its own may take a moment to end. On a busy machine signs
-  // come late: who is neither silent for long nor heard of just now is waited for.
+  // A rank that broke the collective by its own error may take a moment to end. On a busy machine signs come
+  // late: a rank that is neither silent for long nor heard of just now is waited for.
   const auto undecided = [&] {
     const double waited = monotonic_seconds() - start;
     return waited < kSilent + 3 * kLookEvery ||
@@ -280,7 +279,7 @@ void raise_for_missing(const std::vector<int>& ranks, const Waiting& waiting, co
           ": " + JobRanks::instance().name_and_place(ranks[at]) +
               " shows no sign of life: its process is stopped, or its host is gone (" + cause + ").");
   }
-  // All of these live, so they wait for another themselves: who is its peer will name it.
+  // All of these live, so they wait for another rank themselves; its peer will name it.
   const double decided = monotonic_seconds();
   while (monotonic_seconds() - decided < kHearsay) {
     std::this_thread::sleep_for(std::chrono::duration<double>(kLookEvery));

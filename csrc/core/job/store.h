@@ -1,5 +1,5 @@
-// Bounded waiting for a key of a c10d store, by polling: a store's own wait can be neither interrupted nor
-// always bounded.
+// Waits for a key of a c10d store, by polling: a store's own wait can be neither interrupted nor always
+// bounded.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -8,7 +8,7 @@
 
 namespace pyruntime {
 
-// Waits until `key` is in the store or `seconds` have passed, and says which. Ctrl-C and a ScopedWaitCheck
+// Waits until `key` is in the store or `seconds` have passed, and returns which. Ctrl-C and a ScopedWaitCheck
 // end it.
 bool await_key(c10d::Store& store, const std::string& key, double seconds);
 

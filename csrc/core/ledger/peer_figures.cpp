@@ -24,4 +24,9 @@ std::map<PeerKey, PeerFigures> PeerTable::figures() const {
   return figures_;
 }
 
+void PeerTable::forget() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  figures_.clear();
+}
+
 }  // namespace pyruntime

@@ -1,5 +1,5 @@
-// What each peer has cost this process since it began: the seconds in which its thread waited for that peer,
-// and what it sent there. Beside the sums by group (CommStats), which do not say whom a rank waited for.
+// The cost of each peer since the job began: how long this process waited for it, and what it sent there.
+// CommStats has sums by group, which do not say whom a rank waited for.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct PeerFigures {
   double transfer_s = 0;  // from leaving to being acknowledged, summed over chunks
 };
 
-// A rank of a process group, in a class of traffic.
+// A rank of a process group, within a traffic class.
 struct PeerKey {
   std::string process_group;
   TrafficClass traffic_class;
@@ -38,6 +38,8 @@ class PeerTable {
   void waited(const PeerKey& peer, double seconds);
   void sent(const PeerKey& peer, int64_t bytes, double seconds);
   std::map<PeerKey, PeerFigures> figures() const;
+  // Forgets all peers when the job is over: the next job has other process groups of the same names.
+  void forget();
 
  private:
   mutable std::mutex mutex_;

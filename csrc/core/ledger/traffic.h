@@ -1,4 +1,4 @@
-// Kinds of traffic and what is counted of each.
+// Traffic classes and the figures of a group.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace pyruntime {
 
-// What a group's chunks are for, the most urgent first: compute waits for a TP chunk at once, for a
+// The purpose of a group's chunks, the most urgent first: computation waits for a TP chunk at once, for a
 // checkpoint never.
 enum class TrafficClass : int { kTp = 0, kCp, kPp, kDp, kCheckpoint };
 
@@ -17,7 +17,7 @@ const char* name_of(TrafficClass traffic_class);
 TrafficClass traffic_class_named(const std::string& name);
 
 // Cumulative figures of one group on this rank. Exposed communication is waiting_s + moving_s: time in which
-// this rank's thread did nothing but wait for a peer, or copied and summed instead of multiplying.
+// this rank's thread only waited for a peer, or copied and summed instead of multiplying.
 struct CommStats {
   int64_t ops = 0;
   int64_t bytes = 0;  // read from peers

@@ -1,29 +1,29 @@
-// Rows of values in a byte each: e4m3 (sign, 4 bits of exponent, 3 of mantissa; to 448) times a power of two
-// that every 128 values of a row share (after the MX formats of the Open Compute Project, which share one
-// among 32).
+// Packs each value of a row into one byte: e4m3 (sign, 4 bits of exponent, 3 of mantissa; up to 448) times a
+// power of two that 128 values share. The MX formats of the Open Compute Project share one among 32.
 //
-// A power of two, so that a value which has been rounded once is packed again exactly, also as bfloat16. It
-// is the least with which the largest magnitude is not above 448. A block that holds NaN or infinity is NaN
-// where it is read; magnitudes below 2^-118 are 0.
+// The scale is the least power of two with which the largest magnitude is at most 448. Packing a value that
+// has already been rounded is therefore exact, also as bfloat16. A block that contains NaN or infinity reads
+// as NaN; magnitudes below 2^-118 become 0.
 //
-// In memory, of a row [width]: its codes, then a byte for each block, the exponent of its scale as a float
-// has it.
+// Memory of a row [width]: its codes, then a byte for each block, its scale's biased exponent as in a float.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <string_view>
 
 namespace pyruntime::cpu {
 
-// Bytes of a packed row of so many values.
+// The bytes of a packed row of `width` values. Raises ValueError for a negative width.
 int64_t fp8_bytes(int64_t width);
 
-// packed uint8 [rows, fp8_bytes(width)] = values [rows, width], float32, bfloat16 or float16; both
-// contiguous.
-void pack_fp8(const at::Tensor& values, const at::Tensor& packed);
+// Raises ValueError or TypeError, in the name of `op`, unless values [rows, width] are float32, bfloat16 or
+// float16, packed is uint8 [rows, fp8_bytes(width)], and both are contiguous on one device.
+void check_fp8(const at::Tensor& values, const at::Tensor& packed, std::string_view op);
 
-// out [rows, width] = what was packed.
+// Packs values into packed, and unpacks packed into out; both on the CPU, as check_fp8() says.
+void pack_fp8(const at::Tensor& values, const at::Tensor& packed);
 void unpack_fp8(const at::Tensor& packed, const at::Tensor& out);
 
 }  // namespace pyruntime::cpu

@@ -1,5 +1,5 @@
-// The loops of fp8.h, which alone decide every bit: each step is exact or rounded once, so that all levels of
-// instructions give the same (tests/cpp/cpu/test_fp8.cpp).
+// The loops of fp8.h. Each step is exact or rounded once, so that all instruction sets give the same bits
+// (tests/cpp/cpu/test_fp8.cpp).
 #pragma once
 
 #include <algorithm>
@@ -16,12 +16,13 @@ inline int64_t fp8_blocks(int64_t width) {
   return (width + kFp8Block - 1) / kFp8Block;
 }
 
-// Of a value of magnitude at most 448: sign, 4 bits of exponent, 3 of mantissa; to the nearest, ties to even.
+// Returns the e4m3 code of a value of magnitude at most 448: sign, 4 bits of exponent, 3 of mantissa; rounded
+// to the nearest, ties to even.
 PYRUNTIME_INLINE uint8_t to_e4m3(float value) {
   const uint32_t bits = layers::float_bits(value);
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t normal = (magnitude - 0x3c000000u + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
-  // Adding 2^14 leaves a float whose last bit is worth 2^-9, the step of what is below 2^-6.
+  // Adding 2^14 rounds to multiples of 2^-9, the step of values below 2^-6.
   const uint32_t subnormal = layers::float_bits(layers::bits_float(magnitude) + 0x1p14f) - 0x46800000u;
   const uint32_t code = magnitude < 0x3c800000u ? subnormal : normal;
   return static_cast<uint8_t>((bits >> 24 & 0x80u) | code);
@@ -35,8 +36,9 @@ PYRUNTIME_INLINE float from_e4m3(uint8_t code) {
   return layers::bits_float(bits | (code & 0x80u) << 24);
 }
 
-// The exponent of a block's scale, as a float has it: the least power of two that times 448 is not below the
-// largest magnitude, of which these are the bits. 0: all values are 0. 255: one is not finite.
+// Returns the biased exponent of a block's scale, as in a float: the least power of two that times 448 is at
+// least the largest magnitude. largest: the bits of that magnitude. 0: all values become 0. 255: a value is
+// not finite.
 PYRUNTIME_INLINE int scale_of(uint32_t largest) {
   if (largest >= 0x7f800000u) return 255;
   const int exponent = static_cast<int>(largest >> 23) - 8 + ((largest & 0x7fffffu) > 0x600000u ? 1 : 0);
@@ -47,7 +49,7 @@ PYRUNTIME_INLINE float power_of_two(int exponent) {
   return layers::bits_float(static_cast<uint32_t>(exponent) << 23);
 }
 
-// The blocks [begin, end) of values [rows, width], counted over all rows.
+// Packs the blocks [begin, end) of values [rows, width], counted over all rows.
 struct PackFp8 {
   template <typename T>
   static PYRUNTIME_INLINE void run(const T* values, int64_t width, uint8_t* packed, int64_t begin,
@@ -83,7 +85,7 @@ struct PackFp8 {
     }
   }
 
-  // The bits of the largest magnitude, of which those of NaN and infinity are the largest.
+  // Returns the bits of the largest magnitude; NaN and infinity have the largest bits.
   static PYRUNTIME_INLINE uint32_t largest_of(const float* values, int count) {
     uint32_t largest = 0;
     PYRUNTIME_SIMD_REDUCE(max, largest)
@@ -109,7 +111,7 @@ struct PackFp8 {
 
   template <typename T>
   static PYRUNTIME_INLINE void encode(const T* values, int count, int exponent, uint8_t* codes) {
-    // Widened in a loop of its own, or vectors of the one width would wait for those of the other.
+    // Converted in a separate loop: loops of mixed vector widths wait for the wider one.
     alignas(64) float x[kFp8Block];
     const float inverse = power_of_two(254 - exponent);
     PYRUNTIME_SIMD
@@ -123,12 +125,12 @@ struct PackFp8 {
     return false;
   }
 
-  // A whole block of bfloat16 in 16 bits, which twice as many values of fit a vector as of 32. False where it
-  // has codes that are subnormal, magnitudes from 2^-10 to 2^-6 of the scale, which few blocks have.
+  // Encodes a whole block of bfloat16 in 16-bit lanes, twice as many to a vector as 32-bit ones. Returns
+  // false if a code would be subnormal (magnitudes from 2^-10 to 2^-6 of the scale), which few blocks have.
   static PYRUNTIME_INLINE bool encode_normal(const c10::BFloat16* values, int exponent, uint8_t* codes) {
     if (exponent < 10) return false;  // 2^-10 of the scale would be subnormal itself
-    const auto zero = static_cast<uint16_t>((exponent - 7) << 7);  // of which the code would be 0
-    const auto subnormal = static_cast<uint16_t>(zero - 383);      // the least
+    const auto zero = static_cast<uint16_t>((exponent - 7) << 7);  // its code would be 0
+    const auto subnormal = static_cast<uint16_t>(zero - 383);  // the least magnitude with a subnormal code
     uint16_t nearest = 0xffff;
     PYRUNTIME_SIMD_REDUCE(min, nearest)
     for (int i = 0; i < kFp8Block; ++i) {
@@ -177,7 +179,7 @@ struct UnpackFp8 {
     }
   }
 
-  // An infinite scale, times the codes 0 that go with it, is NaN.
+  // A block that is not finite has an infinite scale and codes of 0; their product is NaN.
   template <typename T>
   static PYRUNTIME_INLINE void decode(const uint8_t* codes, int count, int exponent, T* out) {
     const float scale = power_of_two(exponent);
@@ -190,7 +192,7 @@ struct UnpackFp8 {
     return false;
   }
 
-  // The inverse of encode_normal(): all codes are zero or normal, and so is what they stand for.
+  // The inverse of encode_normal(). Returns false unless all codes are zero or normal, and their values too.
   static PYRUNTIME_INLINE bool decode_normal(const uint8_t* codes, int exponent, c10::BFloat16* out) {
     if (exponent < 7 || exponent > 246) return false;
     uint8_t nearest = 0xff;

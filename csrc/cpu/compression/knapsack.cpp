@@ -12,7 +12,7 @@ namespace pyruntime::cpu {
 
 namespace {
 
-// found = the lesser of it and what comes before with that size.
+// found[i] = min(found[i], before[i] + size)
 struct TakeLesser {
   static PYRUNTIME_INLINE void run(const double* before, double size, double* found, int64_t count) {
     PYRUNTIME_SIMD
@@ -31,7 +31,7 @@ std::vector<int64_t> least_choices(const std::vector<std::vector<double>>& sizes
   TORCH_CHECK_VALUE(levels >= 0 && steps.size() == number, "least_choices: levels=", levels, ", sizes of ",
                     number, " layers and steps of ", steps.size(), "; give each layer both.");
   const size_t width = static_cast<size_t>(levels) + 1;
-  // Row l: the least size of the first l layers, by the steps that they may use.
+  // Row l: the least size of the first l layers, for each number of steps that they may use.
   std::vector<double> least((number + 1) * width, std::numeric_limits<double>::infinity());
   std::fill_n(least.begin(), width, 0.0);
   const auto row = [&](size_t layer) { return least.data() + layer * width; };

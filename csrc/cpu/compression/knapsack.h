@@ -1,4 +1,4 @@
-// The knapsack with classes of pyruntime/data_parallel/compression/allocation.py.
+// The knapsack with classes that pyruntime/data_parallel/compression/allocation.py solves.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,9 @@
 
 namespace pyruntime::cpu {
 
-// Of each layer the choice, so that sizes add up to the least that there is while steps add up to at most
-// `levels`; empty where no choices do. sizes, steps: of each layer, by choice; steps are not negative.
+// Returns one choice for each layer: the sum of sizes is the least for which the sum of steps is at most
+// `levels`. Empty if no choices satisfy that. sizes, steps: [layer][choice]; raises ValueError for negative
+// steps or unequal lengths.
 std::vector<int64_t> least_choices(const std::vector<std::vector<double>>& sizes,
                                    const std::vector<std::vector<int64_t>>& steps, int64_t levels);
 

@@ -15,12 +15,12 @@ namespace {
 
 using layers::load;
 
-constexpr int64_t kTile = 512;         // values of x that are computed and then looked at
-constexpr int64_t kRoom = 1 << 13;     // beside that for twice as many as are sought
-constexpr int64_t kSampled = 1 << 10;  // runs that a sample has at most
-constexpr int64_t kDensest = 32;       // runs of which one is in it at most
+constexpr int64_t kTile = 512;         // values of x that are computed, then sifted
+constexpr int64_t kRoom = 1 << 13;     // room beyond twice the number sought
+constexpr int64_t kSampled = 1 << 10;  // most runs in a sample
+constexpr int64_t kDensest = 32;       // one run in so many is sampled, at most
 constexpr int kBins = 1 << 11;
-constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();  // no magnitude is as large
+constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();  // larger than every magnitude
 
 template <typename T>
 PYRUNTIME_INLINE float sum(const T& value, const float* before, int64_t at) {
@@ -55,7 +55,7 @@ struct Range {
   }
 };
 
-// The k-th largest magnitude, 1 <= k <= count, as a float's bits.
+// Returns the k-th largest magnitude, 1 <= k <= count, as a float's bits.
 uint32_t kth_magnitude(const float* values, int64_t count, int64_t k) {
   uint32_t least = 0, most = 0;
   layers::simd_run<Range>(values, count, &least, &most);
@@ -77,7 +77,7 @@ uint32_t kth_magnitude(const float* values, int64_t count, int64_t k) {
   return *kth;
 }
 
-// Whole runs at random places of equal stretches, so that no period of x hides from them.
+// Samples one whole run at a random place of each of equal stretches, so that no period of x escapes it.
 template <typename T>
 std::vector<float> sample_of(const T* values, const float* before, int64_t count) {
   const int64_t runs = std::max(kDensest, count / kSiftRun / kSampled), stretch = runs * kSiftRun;
@@ -123,7 +123,7 @@ void Largest::find(const T* values, const float* before, int64_t count) {
   const std::vector<float> sample = sample_of(values, before, count);
   const auto size = static_cast<int64_t>(sample.size());
   const double expected = static_cast<double>(size) * static_cast<double>(k_) / static_cast<double>(count);
-  // Four standard deviations below, of values that lie anywhere.
+  // Four standard deviations of caution, for values in random order.
   auto rank = static_cast<int64_t>(expected + 4 * std::sqrt(expected)) + 1;
   const auto least = [&] { return rank > size ? 0 : kth_magnitude(sample.data(), size, rank); };
   look_through(values, before, count, least());
@@ -132,7 +132,7 @@ void Largest::find(const T* values, const float* before, int64_t count) {
     rank *= 4;
     if (rest_ == nullptr) {
       look_through(values, before, count, least());
-    } else {  // it holds x now, and may be what `before` was
+    } else {  // `rest` now contains x, and may be the array that `before` was
       look_through(static_cast<const float*>(rest_), nullptr, count, least());
     }
   }
@@ -179,7 +179,7 @@ void Largest::settle() {
     if (adds_) squares_[0] += static_cast<double>(value) * value;
   }
   large_.number = kept;
-  least_ = kth + 1;  // of the next ones that are as large, none is the first
+  least_ = kth + 1;  // later values equal to the k-th are not among the first
 }
 
 double Largest::squares_of_all_but(int64_t k) {
@@ -187,7 +187,8 @@ double Largest::squares_of_all_but(int64_t k) {
   if (k < number()) {
     const uint32_t kth = k == 0 ? kNone : kth_magnitude(values(), number(), k);
     const int64_t count = std::exchange(large_.number, 0);
-    sift(values(), count, kth, 0, &large_, nullptr, squares_);  // in place: what is written has been read
+    sift(values(), count, kth, 0, &large_, nullptr,
+         squares_);  // in place: only elements already read are overwritten
     const double least = layers::bits_float(kth);
     if (number() > k) ties = static_cast<double>(number() - k) * least * least;
   }

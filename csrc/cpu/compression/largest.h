@@ -1,10 +1,10 @@
-// The k largest magnitudes of a vector, in one pass over its memory.
+// Finds the k largest magnitudes of a vector in one pass over its memory.
 //
-// A sample says from which magnitude on a value may be one of them. Values of at least that are collected
-// while x is computed, and zeros written in their place; those that turn out too small are put back. What the
-// sample says decides the time alone: where too few are collected, it is asked again with more caution; where
-// too many come, the k largest until there are kept, and from then on what is larger than the least of them
-// is collected. So nothing is taken but by its magnitude and, of equal ones, its place.
+// A sample estimates a threshold. Values of at least that magnitude are collected while x is computed, with
+// zeros written in their place; those that turn out too small are put back. The sample affects only the time:
+// if too few values are collected, the pass is repeated with a lower threshold. If too many are, only the k
+// largest so far are kept, and from then on only larger values are collected. So the result depends only on
+// magnitudes and, among equal ones, on places.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,13 +18,14 @@ namespace pyruntime::cpu {
 
 class Largest {
  public:
-  // Of x = values (+ before, where it is not null), at least the k largest, in order. rest: x with zeros in
-  // their place; may be null, or `before`. adds: the squares of all others are added up.
+  // Collects at least the k largest of x = values (+ before, if not null), in order. rest: receives x with
+  // zeros in their place; may be null, or `before`. adds: also sums the squares of all others.
   static Largest of(const at::Tensor& values, const float* before, int64_t k, float* rest, bool adds);
 
-  // Exactly k are left: of equal magnitudes the first.
+  // Keeps exactly k: among equal magnitudes the first.
   void settle();
-  // The sum of the squares of x without its k largest; no more than in any call before, and fewer are left.
+  // Returns the sum of squares of x without its k largest, and discards smaller values. k must not exceed
+  // that of earlier calls.
   double squares_of_all_but(int64_t k);
 
   int64_t number() const { return large_.number; }

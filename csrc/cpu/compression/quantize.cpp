@@ -19,13 +19,13 @@ using layers::load;
 using layers::random_bits;
 
 constexpr int kBlock = kQuantizedBlock;
-constexpr int kPlane = kBlock / 8;           // bytes of a plane of a whole block
+constexpr int kPlane = kBlock / 8;           // bytes of a whole block's plane
 constexpr int64_t kBlocksPerTask = 32;       // fixed, and large enough that waking a thread is worth it
 constexpr uint32_t kInfinity = 0x7f800000u;  // as bits
-constexpr float kStepsOf2Bits = 2;           // of the mean magnitude; near the least loss of gradients
-constexpr float kSmallest = 1e-30f;          // below it a block is zero, and its values are lost of
+constexpr float kStepsOf2Bits = 2;           // in mean magnitudes; close to the least loss on gradients
+constexpr float kSmallest = 1e-30f;          // blocks below it become zero, and their values are lost
 
-// value = (code * stride - middle) * step; a code is at most `top`.
+// value = (code * stride - middle) * step; codes are at most `top`.
 struct Grid {
   int bits, stride, middle, top;
 
@@ -36,7 +36,7 @@ struct Grid {
   }
 };
 
-// Of a block: its step, and what values are multiplied by to find their codes.
+// A block's step, and the factor from values to codes.
 struct Step {
   float step, scale;
 };
@@ -50,7 +50,7 @@ int64_t blocks_of(int64_t count) {
   return (count + kBlock - 1) / kBlock;
 }
 
-// Where the codes of a block begin, in bytes behind the steps.
+// The offset of a block's codes, in bytes behind the steps.
 int64_t codes_at(int64_t block, int64_t bits) {
   return block * kPlane * bits;
 }
@@ -67,7 +67,7 @@ PYRUNTIME_INLINE void read_block(float* x, const T* values, const float* residua
   for (int i = count; i < kBlock; ++i) x[i] = 0;
 }
 
-// The largest magnitude, as bits: those of NaN and infinity are the largest of all.
+// Returns the bits of the largest magnitude; NaN and infinity have the largest bits.
 PYRUNTIME_INLINE uint32_t largest_bits(const float* x) {
   uint32_t largest = 0;
   PYRUNTIME_SIMD_REDUCE(max, largest)
@@ -78,14 +78,22 @@ PYRUNTIME_INLINE uint32_t largest_bits(const float* x) {
   return largest;
 }
 
+// In an order of its own, so that all instruction sets, and devices, have the same bits: 64 sums of every
+// 64th magnitude, then by halves.
 PYRUNTIME_INLINE float sum_of_magnitudes(const float* x) {
-  float sum = 0;
-  PYRUNTIME_SIMD_REDUCE(+, sum)
-  for (int i = 0; i < kBlock; ++i) sum += std::fabs(x[i]);
-  return sum;
+  alignas(64) float sums[kPlane] = {};
+  for (int at = 0; at < kBlock; at += kPlane) {
+    PYRUNTIME_SIMD
+    for (int i = 0; i < kPlane; ++i) sums[i] += std::fabs(x[at + i]);
+  }
+  for (int half = kPlane / 2; half > 0; half /= 2) {
+    PYRUNTIME_SIMD
+    for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+  }
+  return sums[0];
 }
 
-// largest, mean: of the magnitudes of a block.
+// largest, mean: of the block's magnitudes.
 PYRUNTIME_INLINE Step step_of(const Grid& grid, float largest, float mean, bool is_random) {
   if (largest < kSmallest) return {0, 0};
   float step = largest / static_cast<float>(grid.middle);
@@ -104,7 +112,7 @@ PYRUNTIME_INLINE float value_of(const Grid& grid, int code, float step) {
   return static_cast<float>(code * grid.stride - grid.middle) * step;
 }
 
-// x becomes what is lost.
+// Replaces x by the rounding error.
 PYRUNTIME_INLINE void encode_block(float* x, uint8_t* codes, const Grid& grid, const Step& of,
                                    const Noise& noise) {
   const auto encode = [&](int i, float up) __attribute__((always_inline)) {
@@ -124,7 +132,7 @@ PYRUNTIME_INLINE void encode_block(float* x, uint8_t* codes, const Grid& grid, c
   }
 }
 
-// ||x - Q(x)||^2 of a block, rounded to the nearest.
+// Returns ||x - Q(x)||^2 of a block, rounded to the nearest.
 PYRUNTIME_INLINE float lost_of_block(const float* x, int count, const Grid& grid, const Step& of) {
   float sum = 0;
   PYRUNTIME_SIMD_REDUCE(+, sum)
@@ -135,7 +143,7 @@ PYRUNTIME_INLINE float lost_of_block(const float* x, int count, const Grid& grid
   return sum;
 }
 
-// A plane of a whole block. The compiler does not find these operations in loops over bytes.
+// A whole block's plane. The compiler does not vectorize these operations in loops over bytes.
 using Plane [[gnu::vector_size(kPlane)]] = uint8_t;
 
 PYRUNTIME_INLINE void write_planes(uint8_t* planes, const uint8_t* codes, int bits) {
@@ -166,7 +174,7 @@ PYRUNTIME_INLINE void read_planes(uint8_t* codes, const uint8_t* planes, int bit
   std::memcpy(codes, eighths, sizeof(eighths));
 }
 
-// Of the last block. size: bytes of a plane.
+// For the last, shorter block. size: bytes of a plane.
 void write_short_planes(uint8_t* planes, const uint8_t* codes, int bits, int size) {
   std::memset(planes, 0, static_cast<size_t>(bits * size));
   for (int bit = 0; bit < bits; ++bit) {
@@ -181,7 +189,7 @@ void read_short_planes(uint8_t* codes, const uint8_t* planes, int bits, int size
   }
 }
 
-// The values [begin, end), which begin with a block; `codes` and `steps` are of the first of them.
+// Quantizes `total` values that begin at a block; `steps` and `planes` point to the first block's.
 struct QuantizeBlocks {
   template <typename T>
   static PYRUNTIME_INLINE void run(const T* values, float* residual, int64_t total, const Grid* grid_at,
@@ -197,7 +205,7 @@ struct QuantizeBlocks {
       float step = std::numeric_limits<float>::quiet_NaN();
       if (bits >= kInfinity) {
         std::memset(codes, 0, sizeof(codes));
-        std::memset(x, 0, sizeof(x));  // what is lost of it, or no later step would be finite
+        std::memset(x, 0, sizeof(x));  // no residual, or no later step would be finite
       } else {
         const float mean = grid.bits <= 2 ? sum_of_magnitudes(x) / static_cast<float>(count) : 0;
         const Step of = step_of(grid, layers::bits_float(bits), mean, noise.is_random);
@@ -246,7 +254,7 @@ struct DequantizeBlocks {
   }
 };
 
-// errors [grids] += what would be lost of these values.
+// errors [grids] += the squared loss of these values.
 struct MeasureBlocks {
   template <typename T>
   static PYRUNTIME_INLINE void run(const T* values, const float* residual, int64_t total, const Grid* grids,
@@ -269,7 +277,7 @@ struct MeasureBlocks {
   }
 };
 
-// f(first value, how many, first step, first code) for every task of blocks.
+// Calls f(first value, count, first step, first code) for every task; the last two are byte offsets.
 template <typename F>
 void for_blocks(int64_t count, int64_t bits, const F& f) {
   const int64_t blocks = blocks_of(count), codes = blocks * static_cast<int64_t>(sizeof(float));
@@ -294,7 +302,7 @@ void check_bits(int64_t bits) {
   TORCH_CHECK_VALUE(bits >= 1 && bits <= 8, "quantize: bits=", bits, "; a value takes 1 to 8 bits.");
 }
 
-// A task's errors lie together; they are added up in its order, whichever thread measured them.
+// Each task has its own errors, added in task order, so that the sum does not depend on threads.
 template <typename T>
 std::vector<double> errors_of(const at::Tensor& values, const std::vector<Grid>& grids,
                               const float* residual) {
@@ -325,12 +333,22 @@ int64_t quantized_bytes(int64_t count, int64_t bits) {
          (rest + 7) / 8 * bits;
 }
 
+void check_quantize(const at::Tensor& values, int64_t bits, const at::Tensor& packed,
+                    const std::optional<at::Tensor>& residual) {
+  check_values(values, residual, values.device(), "quantize");
+  check_flat(packed, values.device(), at::kByte, "quantize", "packed");
+  check_size(packed, quantized_bytes(values.numel(), bits), "quantize", "packed");
+}
+
+void check_dequantize(const at::Tensor& packed, int64_t bits, const at::Tensor& out) {
+  check_flat(out, out.device(), at::kFloat, "dequantize", "out");
+  check_flat(packed, out.device(), at::kByte, "dequantize", "packed");
+  check_size(packed, quantized_bytes(out.numel(), bits), "dequantize", "packed");
+}
+
 void quantize(const at::Tensor& values, int64_t bits, const at::Tensor& packed,
               const std::optional<at::Tensor>& residual,
               const std::optional<std::pair<int64_t, int64_t>>& rounding) {
-  check_values(values, residual, "quantize");
-  check_flat(packed, at::kByte, "quantize", "packed");
-  check_size(packed, quantized_bytes(values.numel(), bits), "quantize", "packed");
   const Grid grid = Grid::of(bits);
   const auto [seed, first] = rounding.value_or(std::pair<int64_t, int64_t>{0, 0});
   const Noise noise{rounding.has_value(), static_cast<uint32_t>(seed), static_cast<uint32_t>(first)};
@@ -347,9 +365,6 @@ void quantize(const at::Tensor& values, int64_t bits, const at::Tensor& packed,
 }
 
 void dequantize(const at::Tensor& packed, int64_t bits, const at::Tensor& out, bool add) {
-  check_flat(out, at::kFloat, "dequantize", "out");
-  check_flat(packed, at::kByte, "dequantize", "packed");
-  check_size(packed, quantized_bytes(out.numel(), bits), "dequantize", "packed");
   const Grid grid = Grid::of(bits);
   const uint8_t* from = packed.const_data_ptr<uint8_t>();
   auto* to = out.mutable_data_ptr<float>();
@@ -360,7 +375,7 @@ void dequantize(const at::Tensor& packed, int64_t bits, const at::Tensor& out, b
 
 std::vector<double> quantization_errors(const at::Tensor& values, const std::vector<int64_t>& bits,
                                         const std::optional<at::Tensor>& residual) {
-  check_values(values, residual, "quantization_errors");
+  check_values(values, residual, at::kCPU, "quantization_errors");
   std::vector<Grid> grids;
   for (const int64_t each : bits) {
     check_bits(each);

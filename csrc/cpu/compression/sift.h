@@ -1,5 +1,5 @@
-// Which values of a run are large, told apart from the rest in the order of memory. Every level of
-// instructions gives the same bits (tests/cpp/cpu/test_sift.cpp).
+// Separates large values from the rest, in memory order. All instruction sets give the same bits
+// (tests/cpp/cpu/test_sift.cpp).
 #pragma once
 
 #include <algorithm>
@@ -11,29 +11,29 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #define PYRUNTIME_SIFT_X86
 #include <immintrin.h>
-// gcc 12 takes what its own header leaves undefined on purpose for an oversight.
+// gcc 12 warns of values that its own header leaves undefined on purpose.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
 namespace pyruntime::cpu {
 
-inline constexpr int64_t kSiftRun = 16;  // values that are looked at together
+inline constexpr int64_t kSiftRun = 16;  // values examined together
 
 PYRUNTIME_INLINE uint32_t magnitude(float value) {
   return layers::float_bits(value) & 0x7fffffffu;
 }
 
-// What is large, in order: values and their places.
+// The large values found so far, in order, and their places.
 struct Large {
   float* values;
   int32_t* places;
   int64_t number;
 };
 
-// x [count]. Values of at least the magnitude `least` are appended to `large`, which has room for all of x
-// and kSiftRun more; the place of x[0] is `first`. Into rest [count] goes x with zeros in their place; to
-// lanes [kSiftRun] the squares of that are added, of x[i] to lane i mod kSiftRun. Either may be null.
+// Appends the values of x [count] of at least the magnitude `least` to `large`, which has room for all of x
+// and kSiftRun more; x[0] is at place `first`. Writes x with zeros in their place to rest [count], and adds
+// the squares of these to lanes [kSiftRun], x[i] to lane i mod kSiftRun. rest and lanes may be null.
 struct Sift {
   static PYRUNTIME_INLINE void run(const float* x, int64_t count, uint32_t least, int32_t first, Large* large,
                                    float* rest, double* lanes) {
@@ -45,7 +45,7 @@ struct Sift {
       PYRUNTIME_SIMD_REDUCE(max, most)
       for (int64_t i = 0; i < kSiftRun; ++i) most = magnitude(kept[i]) > most ? magnitude(kept[i]) : most;
       if (most >= least) {
-        // Nothing is asked of a value: which one is large enough nobody can predict.
+        // Without branches: which values are large cannot be predicted.
         int64_t number = large->number;
         for (int64_t i = 0; i < size; ++i) {
           const bool is_large = magnitude(kept[i]) >= least;
@@ -66,7 +66,7 @@ struct Sift {
 
 #ifdef PYRUNTIME_SIFT_X86
 
-// Whole runs by compressing them in registers: into memory the instruction takes ten times as long on Zen 4.
+// Compresses whole runs in registers: compressing into memory takes ten times as long on Zen 4.
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,popcnt"))) inline void sift_avx512(
     const float* x, int64_t count, uint32_t least, int32_t first, Large* large, float* rest, double* lanes) {
   const __m512i sign = _mm512_set1_epi32(static_cast<int32_t>(0x80000000u));

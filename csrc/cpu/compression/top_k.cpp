@@ -33,9 +33,9 @@ int64_t top_k_bytes(int64_t k) {
 
 void top_k(const at::Tensor& values, int64_t k, const at::Tensor& packed,
            const std::optional<at::Tensor>& residual) {
-  check_values(values, residual, "top_k");
+  check_values(values, residual, at::kCPU, "top_k");
   check_k(values, k, "top_k");
-  check_flat(packed, at::kByte, "top_k", "packed");
+  check_flat(packed, at::kCPU, at::kByte, "top_k", "packed");
   check_size(packed, top_k_bytes(k), "top_k", "packed");
   auto* x = residual ? residual->mutable_data_ptr<float>() : nullptr;
   Largest found = Largest::of(values, x, k, x, false);
@@ -43,7 +43,7 @@ void top_k(const at::Tensor& values, int64_t k, const at::Tensor& packed,
   auto* to = packed.mutable_data_ptr<uint8_t>();
   std::copy_n(found.places(), k, reinterpret_cast<int32_t*>(to));
   std::copy_n(found.values(), k, reinterpret_cast<float*>(to) + k);
-  // The receiver learns of a value that is not finite by the largest, which is taken; nothing of it is kept.
+  // The largest magnitude tells the receiver of a value that is not finite. The residual must not keep it.
   const auto is_finite = [](float value) { return magnitude(value) < kInfinity; };
   if (x != nullptr && !std::all_of(found.values(), found.values() + k, is_finite)) {
     std::fill_n(x, values.numel(), 0.0F);
@@ -52,9 +52,9 @@ void top_k(const at::Tensor& values, int64_t k, const at::Tensor& packed,
 
 std::vector<double> top_k_errors(const at::Tensor& values, const std::vector<int64_t>& ks,
                                  const std::optional<at::Tensor>& residual) {
-  check_values(values, residual, "top_k_errors");
+  check_values(values, residual, at::kCPU, "top_k_errors");
   for (const int64_t k : ks) check_k(values, k, "top_k_errors");
-  // From the largest k on, the k largest are sought among those of the k before.
+  // In descending order of k, so that each search is among the values found for the k before.
   std::vector<size_t> order(ks.size());
   std::iota(order.begin(), order.end(), size_t{0});
   std::sort(order.begin(), order.end(), [&](size_t one, size_t other) { return ks[one] > ks[other]; });
@@ -68,8 +68,8 @@ std::vector<double> top_k_errors(const at::Tensor& values, const std::vector<int
 }
 
 void add_top_k(const at::Tensor& packed, const at::Tensor& out) {
-  check_flat(out, at::kFloat, "add_top_k", "out");
-  check_flat(packed, at::kByte, "add_top_k", "packed");
+  check_flat(out, at::kCPU, at::kFloat, "add_top_k", "out");
+  check_flat(packed, at::kCPU, at::kByte, "add_top_k", "packed");
   const int64_t k = packed.numel() / top_k_bytes(1), count = out.numel();
   check_size(packed, top_k_bytes(k), "add_top_k", "packed");
   const uint8_t* indices = packed.const_data_ptr<uint8_t>();

@@ -1,16 +1,16 @@
-// AdamW (Loshchilov and Hutter 2019, algorithm 2) over a list of tensors, in place and in one pass over each.
+// AdamW (Loshchilov and Hutter 2019, algorithm 2) on a list of tensors, in place and in one pass over each.
 //
 //   g = grad * grad_scale      m = b1 m + (1 - b1) g      v = b2 v + (1 - b2) g^2
 //   p = p (1 - lr * decay) - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 //
-// State and arithmetic are float32 (float64 for float64 parameters). A low-precision parameter that has a
-// float32 master copy becomes the rounded master; one that has none is updated in float32 and rounded, to the
-// nearest, or at random so that updates which are smaller than its last bit are not lost (Zamirai et al.
-// 2020, arXiv 2010.06192). Where grad_scale is NaN, nothing is updated.
+// State and arithmetic are float32 (float64 for float64 parameters). A low-precision parameter with a float32
+// master copy becomes the rounded master. One without is updated in float32 and rounded to the nearest, or at
+// random so that updates below its last bit are not lost (Zamirai et al. 2020, arXiv 2010.06192). If
+// grad_scale is NaN, nothing is updated.
 //
-// adamw_ahead_ writes what a parameter would become elsewhere and leaves the state as it is: whether the step
-// counts is known later (Qi et al. 2023, arXiv 2401.10241, section 4). Where it did, the state follows at the
-// next one, block by block, while it is in the cache anyway.
+// adamw_ahead_ writes the updated parameters to other tensors and keeps the state: whether the step counts is
+// known only later (Qi et al. 2023, arXiv 2401.10241, section 4). If it does, the next call updates the state
+// first, block by block, while it is in the cache.
 
 #include "adamw.h"
 
@@ -20,7 +20,7 @@
 namespace pyruntime::layers {
 namespace {
 
-// Elements whose state, 12 bytes each, stays in the second-level cache between two passes.
+// So many elements, 12 bytes of state each, stay in the level 2 cache between two passes.
 constexpr int64_t kElementsAhead = 1 << 13;
 
 // ---- CPU kernel ----
@@ -30,7 +30,7 @@ struct StepConstants {
   S beta1, one_minus_beta1, beta2, one_minus_beta2, eps, keep, step_size, root_correction, grad_scale;
 };
 
-// The new value of one element, whose moments it updates.
+// Returns the new value of one element and updates its moments.
 template <typename S>
 PYRUNTIME_INLINE S updated_by(const StepConstants<S>& c, S value, S grad, S& exp_avg, S& exp_avg_sq) {
   const S g = grad * c.grad_scale;
@@ -42,7 +42,7 @@ PYRUNTIME_INLINE S updated_by(const StepConstants<S>& c, S value, S grad, S& exp
 }
 
 struct AdamwElements {
-  // `master` is what is read and updated; `rounded`, where given, receives its rounded copy.
+  // Reads and updates `master`; `rounded`, if not null, receives its rounded copy.
   template <typename T, typename M, typename G, typename S>
   static PYRUNTIME_INLINE void run(T* rounded, M* master, const G* grad, S* exp_avg, S* exp_avg_sq,
                                    int64_t count, const StepConstants<S>* constants) {
@@ -62,7 +62,7 @@ struct AdamwElements {
   }
 };
 
-// A parameter without master that is rounded at random; `first` is the index of its first element.
+// Updates a parameter without master, rounded at random; `first` is the index of its first element.
 struct RandomlyRoundedElements {
   template <typename G>
   static PYRUNTIME_INLINE void run(at::BFloat16* param, const G* grad, float* exp_avg, float* exp_avg_sq,
@@ -77,7 +77,7 @@ struct RandomlyRoundedElements {
   }
 };
 
-// What `before`, a master or a parameter without one, would become; the moments stay.
+// Writes the updated value of `before`, a master or a parameter without one, to `ahead`; keeps the moments.
 struct ElementsAhead {
   template <typename T, typename M, typename G, typename S>
   static PYRUNTIME_INLINE void run(T* ahead, const M* before, const G* grad, const S* exp_avg,
@@ -247,22 +247,16 @@ void adamw_cpu(const AdamwOptions& options, const AdamwLists& lists) {
 
 // ---- the step ahead of its norm ----
 
-// A step of masters that was taken ahead and counts: the states follow.
-struct EarlierStep {
-  at::TensorList grads;  // empty: there is none
-  double lr;
-};
-
 template <typename T, typename G>
-void ahead_tensor(const AdamwOptions& o, const AdamwLists& lists, size_t i, const Tensor& ahead,
-                  const Tensor& grad, const EarlierStep& earlier, const Tensor& earlier_grad, double scale) {
+void ahead_tensor(const AdamwOptions& o, const AdamwLists& lists, size_t i, const AdamwAhead& of,
+                  const Tensor& grad, const Tensor& earlier_grad) {
   using S = acc_t<T>;
-  const StepConstants<S> constants = step_constants<S>(o, lists.weight_decay[i], scale);
-  const AdamwOptions before{earlier.lr, o.beta1, o.beta2, o.eps, o.step - 1, {}, {}};
+  const StepConstants<S> constants = step_constants<S>(o, lists.weight_decay[i], of.grad_scale);
   const StepConstants<S> earlier_constants =
-      earlier_grad.defined() ? step_constants<S>(before, lists.weight_decay[i], scale) : constants;
+      earlier_grad.defined() ? step_constants<S>(of.earlier(o), lists.weight_decay[i], of.grad_scale)
+                             : constants;
   const Tensor &param = lists.params[i], master = lists.master_of(i);
-  T* ahead_data = ahead.mutable_data_ptr<T>();
+  T* ahead_data = of.tensors[i].mutable_data_ptr<T>();
   const T* param_data = param.const_data_ptr<T>();
   const G* grad_data = grad.const_data_ptr<G>();
   const G* earlier_data = earlier_grad.defined() ? earlier_grad.const_data_ptr<G>() : nullptr;
@@ -298,65 +292,29 @@ void ahead_tensor(const AdamwOptions& o, const AdamwLists& lists, size_t i, cons
 }
 
 template <typename T>
-void ahead_param(const AdamwOptions& o, const AdamwLists& lists, size_t i, const Tensor& ahead,
-                 const EarlierStep& earlier, double scale) {
+void ahead_param(const AdamwOptions& o, const AdamwLists& lists, size_t i, const AdamwAhead& of) {
   const Tensor grad = lists.grads[i].contiguous();
-  const Tensor earlier_grad = earlier.grads.empty() ? Tensor() : earlier.grads[i].contiguous();
+  const Tensor earlier_grad = of.earlier_grads.empty() ? Tensor() : of.earlier_grads[i].contiguous();
   switch (grad.scalar_type()) {
     case at::kBFloat16:
-      return ahead_tensor<T, at::BFloat16>(o, lists, i, ahead, grad, earlier, earlier_grad, scale);
+      return ahead_tensor<T, at::BFloat16>(o, lists, i, of, grad, earlier_grad);
     case at::kHalf:
-      return ahead_tensor<T, at::Half>(o, lists, i, ahead, grad, earlier, earlier_grad, scale);
+      return ahead_tensor<T, at::Half>(o, lists, i, of, grad, earlier_grad);
     default:
-      return ahead_tensor<T, acc_t<T>>(o, lists, i, ahead, grad, earlier, earlier_grad, scale);
+      return ahead_tensor<T, acc_t<T>>(o, lists, i, of, grad, earlier_grad);
   }
 }
 
-void check_ahead(const AdamwOptions& o, const AdamwLists& lists, at::TensorList ahead,
-                 const EarlierStep& earlier) {
-  TORCH_CHECK_VALUE(ahead.size() == lists.params.size(), "adamw_ahead_: ", lists.params.size(),
-                    " params came with ", ahead.size(), " tensors to write; there must be one for each.");
-  TORCH_CHECK_VALUE(earlier.grads.empty() || earlier.grads.size() == lists.params.size(),
-                    "adamw_ahead_: ", lists.params.size(), " params came with ", earlier.grads.size(),
-                    " earlier grads; there must be one for each, or none.");
-  TORCH_CHECK_VALUE(earlier.grads.empty() || o.step > 1, "adamw_ahead_: step=", o.step,
-                    " came with earlier grads; there is no step before the first.");
-  for (size_t i = 0; i < ahead.size(); ++i) {
-    const Tensor& param = lists.params[i];
-    TORCH_CHECK_VALUE(ahead[i].sizes() == param.sizes() && ahead[i].scalar_type() == param.scalar_type() &&
-                          ahead[i].is_contiguous(),
-                      "adamw_ahead_: ahead[", i, "] is ", ahead[i].scalar_type(), " ", ahead[i].sizes(),
-                      " and its param ", param.scalar_type(), " ", param.sizes(),
-                      "; they must be alike, and ahead contiguous.");
-    if (earlier.grads.empty()) continue;
-    TORCH_CHECK_VALUE(lists.master_of(i).defined(), "adamw_ahead_: params[", i,
-                      "] came with an earlier grad and has no master; update it when its step counts.");
-    TORCH_CHECK_VALUE(earlier.grads[i].sizes() == param.sizes() &&
-                          earlier.grads[i].scalar_type() == lists.grads[i].scalar_type(),
-                      "adamw_ahead_: earlier_grads[", i, "] is ", earlier.grads[i].scalar_type(), " ",
-                      earlier.grads[i].sizes(), " and grads[", i, "] ", lists.grads[i].scalar_type(), " ",
-                      lists.grads[i].sizes(), "; they must be alike.");
-  }
-}
-
-void adamw_ahead_cpu(at::TensorList ahead, at::TensorList params, at::TensorList grads,
-                     at::TensorList exp_avg, at::TensorList exp_avg_sq, at::TensorList masters,
-                     at::TensorList earlier_grads, double grad_scale, double lr, double beta1, double beta2,
-                     double eps, at::ArrayRef<double> weight_decay, int64_t step, double earlier_lr,
-                     at::IntArrayRef seeds, at::IntArrayRef firsts) {
-  const AdamwOptions options{lr, beta1, beta2, eps, step, seeds, firsts};
-  const std::optional<Tensor> no_tensor;
-  const AdamwLists lists{params, grads, exp_avg, exp_avg_sq, masters, weight_decay, no_tensor};
-  const EarlierStep earlier{earlier_grads, earlier_lr};
-  check_adamw(options, lists);
-  check_ahead(options, lists, ahead, earlier);
-  for (size_t i = 0; i < params.size(); ++i) {
-    PYRUNTIME_DISPATCH_FLOAT(params[i].scalar_type(), "adamw_ahead_", [&] {
-      ahead_param<scalar_t>(options, lists, i, ahead[i], earlier, grad_scale);
-    });
-    mark_written(ahead[i]);
-    if (earlier_grads.empty()) continue;
-    for (const Tensor& written : {exp_avg[i], exp_avg_sq[i], lists.master_of(i)}) mark_written(written);
+void adamw_ahead_cpu(const AdamwOptions& options, const AdamwLists& lists, const AdamwAhead& of) {
+  check_adamw_ahead(options, lists, of);
+  for (size_t i = 0; i < lists.params.size(); ++i) {
+    PYRUNTIME_DISPATCH_FLOAT(lists.params[i].scalar_type(), "adamw_ahead_",
+                             [&] { ahead_param<scalar_t>(options, lists, i, of); });
+    mark_written(of.tensors[i]);
+    if (of.earlier_grads.empty()) continue;
+    for (const Tensor& written : {lists.exp_avg[i], lists.exp_avg_sq[i], lists.master_of(i)}) {
+      mark_written(written);
+    }
   }
 }
 
@@ -374,35 +332,115 @@ void check_adamw(const AdamwOptions& options, const AdamwLists& lists) {
   for (size_t i = 0; i < lists.params.size(); ++i) check_tensors(options, lists, i);
 }
 
-// ---- op on every other device ----
+void check_adamw_ahead(const AdamwOptions& o, const AdamwLists& lists, const AdamwAhead& of) {
+  check_adamw(o, lists);
+  const auto& [ahead, earlier_grads, earlier_lr, scale] = of;
+  TORCH_CHECK_VALUE(ahead.size() == lists.params.size(), "adamw_ahead_: ", lists.params.size(),
+                    " params came with ", ahead.size(), " tensors to write; there must be one for each.");
+  TORCH_CHECK_VALUE(earlier_grads.empty() || earlier_grads.size() == lists.params.size(),
+                    "adamw_ahead_: ", lists.params.size(), " params came with ", earlier_grads.size(),
+                    " earlier grads; there must be one for each, or none.");
+  TORCH_CHECK_VALUE(earlier_grads.empty() || o.step > 1, "adamw_ahead_: step=", o.step,
+                    " came with earlier grads; there is no step before the first.");
+  for (size_t i = 0; i < ahead.size(); ++i) {
+    const Tensor& param = lists.params[i];
+    TORCH_CHECK_VALUE(ahead[i].sizes() == param.sizes() && ahead[i].scalar_type() == param.scalar_type() &&
+                          ahead[i].is_contiguous(),
+                      "adamw_ahead_: ahead[", i, "] is ", ahead[i].scalar_type(), " ", ahead[i].sizes(),
+                      " and its param ", param.scalar_type(), " ", param.sizes(),
+                      "; they must be alike, and ahead contiguous.");
+    if (earlier_grads.empty()) continue;
+    TORCH_CHECK_VALUE(lists.master_of(i).defined(), "adamw_ahead_: params[", i,
+                      "] came with an earlier grad and has no master; update it when its step counts.");
+    TORCH_CHECK_VALUE(earlier_grads[i].sizes() == param.sizes() &&
+                          earlier_grads[i].scalar_type() == lists.grads[i].scalar_type(),
+                      "adamw_ahead_: earlier_grads[", i, "] is ", earlier_grads[i].scalar_type(), " ",
+                      earlier_grads[i].sizes(), " and grads[", i, "] ", lists.grads[i].scalar_type(), " ",
+                      lists.grads[i].sizes(), "; they must be alike.");
+  }
+}
+
+// ---- ops on every other device ----
+
+namespace {
+
+// Returns the bits of random_bits(seed, first + i), int64 of that shape and device.
+Tensor random_bits_like(const Tensor& value, int64_t seed, int64_t first) {
+  constexpr int64_t kMask = 0xffffffff;
+  Tensor x = at::arange(value.numel(), value.options().dtype(at::kLong)).add_(first).bitwise_and_(kMask);
+  x.mul_(int64_t{0x9e3779b9}).add_(seed).bitwise_and_(kMask);
+  for (int round = 0; round < 2; ++round) {
+    x.bitwise_xor_(x.bitwise_right_shift(16)).mul_(int64_t{0x85ebca6b}).bitwise_and_(kMask);
+    x.bitwise_xor_(x.bitwise_right_shift(13)).mul_(int64_t{0xc2b2ae35}).bitwise_and_(kMask);
+    x.bitwise_xor_(x.bitwise_right_shift(16));
+  }
+  return x.view(value.sizes());
+}
+
+// Returns float32 `value` in bfloat16, rounded as store_at_random() rounds.
+Tensor rounded_at_random(const Tensor& value, int64_t seed, int64_t first) {
+  const Tensor noise = random_bits_like(value, seed, first).bitwise_and_(0xffff);
+  Tensor bits = value.contiguous().view(at::kInt).to(at::kLong).bitwise_and_(0xffffffff);
+  bits.add_(noise.masked_fill_(value.isfinite().logical_not_(), 0)).bitwise_right_shift_(16);
+  return bits.masked_fill_(value.isnan(), 0x7fc0).to(at::kShort).view(at::kBFloat16);
+}
+
+struct CompositeStep {
+  Tensor exp_avg, exp_avg_sq, master;  // in the dtype of the states
+  Tensor param;
+};
+
+// Returns what the step makes of tensor i. grad: scaled.
+CompositeStep composite_step(const AdamwOptions& options, const AdamwLists& lists, size_t i,
+                             const Tensor& grad) {
+  const auto c = step_constants<double>(options, lists.weight_decay[i], 1.0);
+  const Tensor m = lists.exp_avg[i].mul(c.beta1).add_(grad, c.one_minus_beta1);
+  const Tensor v = lists.exp_avg_sq[i].mul(c.beta2).addcmul_(grad, grad, c.one_minus_beta2);
+  const Tensor denominator = v.sqrt().mul_(c.root_correction).add_(c.eps);
+  const Tensor &param = lists.params[i], master = lists.master_of(i);
+  const Tensor before = master.defined() ? master : param.to(m.scalar_type());
+  const Tensor updated = before.mul(c.keep).addcdiv_(m, denominator, -c.step_size);
+  const bool at_random = options.rounds_at_random() && param.scalar_type() == at::kBFloat16;
+  return {m, v, updated,
+          at_random ? rounded_at_random(updated, options.seeds[i], options.firsts[i])
+                    : updated.to(param.scalar_type())};
+}
+
+}  // namespace
 
 void adamw_composite(const AdamwOptions& options, const AdamwLists& lists) {
-  const auto& [params, grads, exp_avg, exp_avg_sq, masters, weight_decay, grad_scale] = lists;
-  TORCH_CHECK_NOT_IMPLEMENTED(!options.rounds_at_random() || params.empty(),
-                              "adamw_: rounding at random is implemented on the CPU; keep masters on ",
-                              params[0].device(), ".");
   check_adamw(options, lists);
-  for (size_t i = 0; i < params.size(); ++i) {
-    const auto c = step_constants<double>(options, weight_decay[i], 1.0);
-    const at::ScalarType state = exp_avg[i].scalar_type();
-    Tensor grad = grads[i].to(state), usable;
-    if (grad_scale) {
-      const Tensor scale = grad_scale->to(grad.device(), state).reshape({});
+  for (size_t i = 0; i < lists.params.size(); ++i) {
+    const at::ScalarType state = lists.exp_avg[i].scalar_type();
+    Tensor grad = lists.grads[i].to(state), usable;
+    if (lists.grad_scale) {
+      const Tensor scale = lists.grad_scale->to(grad.device(), state).reshape({});
       grad = grad.mul(scale);
       usable = scale.isnan().logical_not();
     }
     const auto assign = [&](const Tensor& to, const Tensor& value) {
       to.copy_(usable.defined() ? at::where(usable, value, to) : value);
     };
-    const Tensor m = exp_avg[i].mul(c.beta1).add_(grad, c.one_minus_beta1);
-    const Tensor v = exp_avg_sq[i].mul(c.beta2).addcmul_(grad, grad, c.one_minus_beta2);
-    const Tensor denominator = v.sqrt().mul_(c.root_correction).add_(c.eps);
-    const Tensor master = lists.master_of(i), before = master.defined() ? master : params[i].to(state);
-    const Tensor updated = before.mul(c.keep).addcdiv_(m, denominator, -c.step_size);
-    assign(exp_avg[i], m);
-    assign(exp_avg_sq[i], v);
-    if (master.defined()) assign(master, updated);
-    assign(params[i], updated.to(params[i].scalar_type()));
+    const CompositeStep made = composite_step(options, lists, i, grad);
+    assign(lists.exp_avg[i], made.exp_avg);
+    assign(lists.exp_avg_sq[i], made.exp_avg_sq);
+    if (const Tensor master = lists.master_of(i); master.defined()) assign(master, made.master);
+    assign(lists.params[i], made.param);
+  }
+}
+
+void adamw_ahead_composite(const AdamwOptions& options, const AdamwLists& lists, const AdamwAhead& of) {
+  check_adamw_ahead(options, lists, of);
+  if (!of.earlier_grads.empty()) {
+    const std::optional<Tensor> scale =
+        at::full({}, of.grad_scale, lists.masters[0].options().dtype(at::kDouble));
+    adamw_composite(
+        of.earlier(options),
+        {lists.masters, of.earlier_grads, lists.exp_avg, lists.exp_avg_sq, {}, lists.weight_decay, scale});
+  }
+  for (size_t i = 0; i < lists.params.size(); ++i) {
+    const Tensor grad = lists.grads[i].to(lists.exp_avg[i].scalar_type()).mul(of.grad_scale);
+    of.tensors[i].copy_(composite_step(options, lists, i, grad).param);
   }
 }
 
@@ -412,14 +450,12 @@ TORCH_LIBRARY_FRAGMENT(pyruntime, m) {
       "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avg, Tensor(c!)[] exp_avg_sq, "
       "Tensor(d!)[] masters, Tensor? grad_scale, *, float lr, float beta1, float beta2, float eps, "
       "float[] weight_decay, int step, int[] seeds=[], int[] firsts=[]) -> ()");
-  Operator<adamw_ahead_cpu>::define(
+  Operator<adamw_ahead_op<adamw_ahead_composite>, adamw_ahead_op<adamw_ahead_cpu>>::define(
       m,
       "adamw_ahead_(Tensor(a!)[] ahead, Tensor[] params, Tensor[] grads, Tensor(b!)[] exp_avg, "
       "Tensor(c!)[] exp_avg_sq, Tensor(d!)[] masters, Tensor[] earlier_grads, *, float grad_scale, float lr, "
       "float beta1, float beta2, float eps, float[] weight_decay, int step, float earlier_lr, int[] "
-      "seeds=[], "
-      "int[] firsts=[]) -> ()",
-      c10::DispatchKey::CPU);
+      "seeds=[], int[] firsts=[]) -> ()");
 }
 
 }  // namespace pyruntime::layers

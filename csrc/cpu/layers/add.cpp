@@ -1,5 +1,5 @@
-// sum += other where one is bfloat16 and the other float32: what gradients of several micro-batches are added
-// by. The same bits as torch's addition, which converts such pairs element by element.
+// sum += other where one is bfloat16 and the other float32: adds up the gradients of several micro-batches.
+// The bits equal those of torch's addition, which converts such pairs element by element.
 
 #include "common.h"
 #include "simd.h"

@@ -1,8 +1,8 @@
-// Causal grouped-query attention; the algorithm and its equations are in attention_kernels.h, to which it is
-// the case of ranges that begin at key 0 and end after the query's own place, with no result before.
+// Causal grouped-query attention. attention_kernels.h has the algorithm and its equations; here ranges begin
+// at key 0 and end after the query's own position, and there is no earlier result.
 //
 // q [B, H, S, D], k and v [B, Hkv, S, D] with Hkv dividing H: query heads h * H / Hkv ... share key head h,
-// and a query sees the keys up to its own place. out [B, S, H * D], as the output projection reads it; lse
+// and a query sees the keys up to its own position. out [B, S, H * D], as the output projection reads it. lse
 // [B, H, S], the log-sum-exp of a query's scaled scores, float32 (float64 for float64). dq, dk and dv are
 // transposed views of contiguous [B, S, heads, D].
 //
@@ -41,12 +41,12 @@ void check_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, co
 
 // ---- ops on the CPU ----
 
-// A [B, H, S, D] view of a [B, S, H * D] tensor.
+// Returns a [B, H, S, D] view of a [B, S, H * D] tensor.
 Tensor as_heads(const Tensor& tokens, const Tensor& like) {
   return tokens.unflatten(-1, {like.size(1), like.size(3)}).transpose(1, 2);
 }
 
-// rowsum(grad_out * out) [B, H, S], of the dtype of lse.
+// Returns rowsum(grad_out * out) [B, H, S], with the dtype of lse.
 Tensor deltas(const Tensor& grad_out, const Tensor& out, const Tensor& lse) {
   const Tensor delta = at::empty_like(lse);
   const int64_t heads = out.size(1), seq = out.size(2);
@@ -129,7 +129,7 @@ struct CausalAttention : Function<CausalAttention> {
 };
 
 TORCH_LIBRARY_FRAGMENT(pyruntime, m) {
-  // On the CPU alone: a model takes torch's attention on other devices.
+  // Only on the CPU: models use torch's attention on other devices.
   Operator<causal_attention_cpu>::define_differentiable<CausalAttention>(
       m, "causal_attention(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor out, Tensor lse)",
       c10::DispatchKey::CPU);

@@ -1,7 +1,7 @@
 #pragma once
 
-// What the attention ops share: checks, and how tensors [B, H, S, D] come to the workers of
-// attention_kernels.h, which compute all that belongs to one key head on one thread.
+// Checks that the attention ops share, and the loops that pass tensors [B, H, S, D] to the workers of
+// attention_kernels.h. One thread computes everything that belongs to one key head.
 
 #include <c10/core/CPUAllocator.h>
 
@@ -10,7 +10,7 @@
 
 namespace pyruntime::layers {
 
-// q, k and v of one dtype, as many batches and one head size, in which key heads divide query heads.
+// Checks that q, k and v agree in dtype, batches and head size, and that key heads divide query heads.
 inline void check_heads(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
                         bool as_many_keys_as_queries) {
   check_floating(q, op, "q");
@@ -39,8 +39,8 @@ attention::Rows<T> rows_of(const Tensor& heads, int64_t batch, int64_t head) {
   }
 }
 
-// Scratch memory of this thread. It is kept from call to call, because fresh memory costs a page fault every
-// 4 KiB, unless it is large.
+// Scratch memory of this thread. Unless it is large it is kept between calls, because fresh memory costs a
+// page fault every 4 KiB.
 class Scratch {
  public:
   explicit Scratch(int64_t bytes) {
@@ -63,7 +63,7 @@ class Scratch {
   char* memory_;
 };
 
-// Calls f(operands, T) with the operands that tensors of `dtype` are multiplied as and their element type.
+// Calls f(operands, T): the operand type that multiplies tensors of `dtype`, and their element type.
 template <typename F>
 void with_operands(at::ScalarType dtype, F&& f) {
 #ifdef PYRUNTIME_TILE_X86
@@ -72,7 +72,7 @@ void with_operands(at::ScalarType dtype, F&& f) {
   PYRUNTIME_DISPATCH_FLOAT(dtype, "attention", [&] { f(Plain<acc_t<scalar_t>>(), scalar_t()); });
 }
 
-// Calls f(worker, batch, kv_head) for every key head, with a Worker that has its scratch memory.
+// Calls f(worker, batch, kv_head) for every key head, with a Worker on scratch memory.
 template <typename Worker, typename F>
 void for_each_key_head(const attention::Sizes& sizes, const Tensor& k, const F& f) {
   const int64_t kv_heads = k.size(1), bytes = Worker(sizes, nullptr).bytes();
@@ -83,8 +83,8 @@ void for_each_key_head(const attention::Sizes& sizes, const Tensor& k, const F& 
   });
 }
 
-// Attention of q over k and v, rows of which are contiguous, merged into out and lse; ranges.visible(batch)
-// says what queries see. out is of the dtype of the sums where kInSums, else of q's.
+// Merges attention of q over k and v, which have contiguous rows, into out and lse. ranges.visible(batch)
+// returns the keys that queries see. out has the dtype of the sums if kInSums, else that of q.
 template <bool kInSums, typename Ranges>
 void attend(const Tensor& q, const Tensor& k, const Tensor& v, const Ranges& ranges, double scale,
             const Tensor& out, const Tensor& lse) {
@@ -106,8 +106,8 @@ void attend(const Tensor& q, const Tensor& k, const Tensor& v, const Ranges& ran
   });
 }
 
-// Its gradients: added to dq, dk and dv of the dtype of the sums where kInSums, else written to those of q's.
-// delta and lse are contiguous.
+// Adds its gradients to dq, dk and dv in the dtype of the sums if kInSums, else writes them in the dtype of
+// q. delta and lse are contiguous.
 template <bool kInSums, typename Ranges>
 void attend_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                      const Ranges& ranges, const Tensor& delta, const Tensor& lse, double scale,
@@ -133,7 +133,7 @@ void attend_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, c
   });
 }
 
-// [B, H, S, D] as [B, Hkv, H / Hkv, S, D] in the dtype of the statistics, for the composites.
+// Returns [B, H, S, D] as [B, Hkv, H / Hkv, S, D] in the dtype of the statistics, for the composites.
 inline Tensor grouped(const Tensor& heads, int64_t kv_heads) {
   return heads.to(statistics_dtype(heads.scalar_type())).unflatten(1, {kv_heads, heads.size(1) / kv_heads});
 }

@@ -1,10 +1,10 @@
-// One block of attention over keys that are spread over blocks, as ring attention meets them (Liu, Zaharia
-// and Abbeel 2023, arXiv:2310.01889); the algorithm and its equations are in attention_kernels.h.
+// Attention over one block of keys, the step of ring attention (Liu, Zaharia and Abbeel 2023,
+// arXiv:2310.01889). attention_kernels.h has the algorithm and its equations.
 //
-// q [B, H, Sq, D], k and v [B, Hkv, Sk, D] with Hkv dividing H; query i of batch b sees keys
-// begin[b, i] <= j < end[b, i]. out and lse are the result over the keys seen so far, into which the block is
-// merged; dq, dk and dv are sums, into which the block's part is added. All of these are float32 (float64 for
-// float64), so that nothing is rounded between blocks.
+// q [B, H, Sq, D], k and v [B, Hkv, Sk, D] with Hkv dividing H; query i of batch b sees keys begin[b, i] <= j
+// < end[b, i]. out and lse are the result over the keys seen so far, into which the block is merged. The
+// block's part is added to dq, dk and dv. All of these are float32 (float64 for float64), so that nothing is
+// rounded between blocks.
 
 #include <ATen/MemoryOverlap.h>
 
@@ -39,7 +39,7 @@ void check_is(const char* op, const char* name, const Tensor& tensor, at::IntArr
                     shape, ".");
 }
 
-// A tensor that is written in place, of the statistics' dtype and the shape of `like`.
+// Checks a tensor that is written in place: dtype of the statistics, shape of `like`.
 void check_sums(const char* op, const char* name, const Tensor& tensor, const Tensor& like) {
   check_is(op, name, tensor, like.sizes(), statistics_dtype(like.scalar_type()));
   TORCH_CHECK_VALUE((tensor.stride(-1) == 1 || tensor.size(-1) == 1) &&
@@ -75,8 +75,8 @@ void check_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, co
 
 // ---- ops on the CPU ----
 
-// The ranges as the kernel takes them: within the keys that any query sees, which are `count` from `first`
-// on, and counted from there. Keys that nobody sees are not even brought into the layout of the GEMMs.
+// The ranges, clamped and counted from the first key that any query sees; `count` keys are seen. Keys outside
+// are not even packed for the GEMMs.
 class BlockRanges {
  public:
   BlockRanges(const Tensor& begin_in, const Tensor& end_in, int64_t keys) : queries_(begin_in.size(1)) {
@@ -100,7 +100,7 @@ class BlockRanges {
 
   int64_t count() const { return count_; }
 
-  // The seen ones of keys, values or their gradients.
+  // Returns the seen part of keys, values or their gradients.
   Tensor of(const Tensor& heads) const { return heads.narrow(2, first_, count_); }
 
   attention::Visible visible(int64_t batch) const {
@@ -141,7 +141,7 @@ void attention_block_backward_cpu(const Tensor& grad_out_in, const Tensor& q_in,
 
 // ---- ops on every other device ----
 
-// Scaled scores [B, Hkv, H / Hkv, Sq, Sk], -inf where a key is not seen.
+// Returns scaled scores [B, Hkv, H / Hkv, Sq, Sk], -inf where a key is not seen.
 Tensor masked_scores(const Tensor& q, const Tensor& k, const Tensor& begin, const Tensor& end, double scale) {
   const Tensor key = at::arange(k.size(-2), begin.options());
   const Tensor hidden = key.lt(begin.unsqueeze(-1)).logical_or_(key.ge(end.unsqueeze(-1)));
@@ -157,7 +157,7 @@ void attention_block_composite(const Tensor& q_in, const Tensor& k_in, const Ten
   const Tensor q = grouped(q_in, kv_heads), k = grouped(k_in, kv_heads), v = grouped(v_in, kv_heads);
   const Tensor scores = masked_scores(q, k, begin, end, scale);
   const Tensor merged = at::logaddexp(lse, scores.logsumexp({-1}).flatten(1, 2));
-  // Where nothing has been seen, any finite shift makes every weight exp(-inf) = 0.
+  // If nothing has been seen, any finite shift makes every weight exp(-inf) = 0.
   const Tensor shift = merged.masked_fill(merged.eq(-kInfinity), 0);
   const Tensor keep = lse.sub(shift).exp().unsqueeze(-1);
   const Tensor before = out.masked_fill(lse.eq(-kInfinity).unsqueeze(-1), 0).mul(keep);

@@ -1,26 +1,24 @@
 #pragma once
 
-// Attention of the query heads that share one key/value head, on one thread, where each query sees one
-// contiguous range of the keys.
+// Attention of the query heads that share one key/value head, on one thread. Each query sees one contiguous
+// range of the keys.
 //
-// Queries are taken kQueries at a time and see keys kKeys at a time, from the first that one of them sees to
-// the last; GEMMs are those of tile.h, so that of a range's edge only what lies beyond it by less than a
-// tile is computed. Keys and values are brought into the layout of the GEMMs once for all query heads.
-// Softmax is online (Milakov and Gimelshein 2018; Dao 2023, algorithm 1) and in base 2: with
-// c = scale log2(e), the largest of the scaled scores m and their sum l,
+// Queries are processed kQueries at a time, and keys kKeys at a time, from the first key that one of them
+// sees to the last. The GEMMs are those of tile.h, so at a range's edge less than a tile is computed in vain.
+// Keys and values are packed once for all query heads. Softmax is online (Milakov and Gimelshein 2018; Dao
+// 2023, algorithm 1) and in base 2. With c = scale log2(e), m the largest scaled score and l the powers' sum,
 //
 //   S = Q K^T      P = 2^(c S - m)      O = P V / l      lse = (m + log2 l) ln 2
 //
-// A result over other keys goes on as m = lse log2(e), l = 1 and O: it is what one key of that score with
-// that value would be (Liu et al. 2023, ring attention). Backward (Dao 2023, algorithm 2), where delta =
-// rowsum(dO * O) and lse are those over all keys,
+// A result over other keys continues with m = lse log2(e), l = 1 and O: it equals one key with that score and
+// that value (Liu et al. 2023, ring attention). Backward (Dao 2023, algorithm 2), with delta = rowsum(dO * O)
+// and lse over all keys,
 //
 //   P = 2^(c S - lse log2 e)      dV += P^T dO      dP = dO V^T      dS = P * (dP - delta)
 //   dQ += scale dS K      dK += scale dS^T Q
 //
-// Scores, statistics and every sum are float32 (float64 for float64). In bfloat16, P and dS are rounded to
-// bfloat16 to be multiplied, where the CPU multiplies bfloat16; otherwise nothing is rounded before the
-// results.
+// Scores, statistics and sums are float32 (float64 for float64). If the CPU multiplies bfloat16, P and dS of
+// bfloat16 inputs are rounded to bfloat16 before they are multiplied; otherwise only results are rounded.
 
 #include <limits>
 #include <type_traits>
@@ -31,7 +29,7 @@ namespace pyruntime::layers::attention {
 
 constexpr int64_t kQueries = 64;
 constexpr int64_t kKeys = 512;          // forward
-constexpr int64_t kKeysBackward = 256;  // two more matrices of this width have to stay in the cache
+constexpr int64_t kKeysBackward = 256;  // two more matrices of this width must stay in the cache
 
 constexpr double kLog2E = 1.44269504088896340736, kLn2 = 0.693147180559945309417;
 
@@ -45,7 +43,7 @@ struct Range {
   bool contains(int64_t from, int64_t to) const { return begin <= from && to <= end; }
 };
 
-// Query i of `queries` sees keys begin[i] .. end[i], all of them keys that there are.
+// Query i of `queries` sees keys begin[i] .. end[i], which all exist.
 struct Visible {
   const int32_t *begin, *end;
   int64_t queries;
@@ -53,8 +51,7 @@ struct Visible {
   Visible from(int64_t query, int64_t rows) const { return {begin + query, end + query, rows}; }
 };
 
-// What the tiles of a block of queries see at most, what at least one of them and what every one of them
-// does.
+// The keys that each tile of a block of queries sees, that any of them sees, and that all see.
 struct Hulls {
   explicit Hulls(const Visible& visible) : tiles(round_up(visible.queries, kTileRows) / kTileRows) {
     for (int64_t t = 0; t < tiles; ++t) {
@@ -69,7 +66,7 @@ struct Hulls {
     }
   }
 
-  // Calls f(first, last) for every run of tiles first .. last that see any of keys from .. to.
+  // Calls f(first, last) for every run of tiles first .. last that see a key in from .. to.
   template <typename F>
   void for_each_run(int64_t from, int64_t to, const F& f) const {
     if (all.contains(from, to)) return f(int64_t{0}, tiles);
@@ -79,7 +76,7 @@ struct Hulls {
     }
   }
 
-  // Calls f(key, keys) for the keys that any tile sees, from a whole panel on and at most `step` at a time.
+  // Calls f(key, keys) for the keys that any tile sees, from a panel boundary on, at most `step` at a time.
   template <typename F>
   void for_each_window(int64_t step, const F& f) const {
     if (any.empty()) return;
@@ -88,7 +85,7 @@ struct Hulls {
     }
   }
 
-  // Where a tile's keys lie in that window, from a whole panel on.
+  // Returns a tile's keys relative to the window at `key`, from a panel boundary on.
   Range in_window(int64_t t, int64_t key, int64_t keys) const {
     return {std::max<int64_t>(tile[t].begin - key, 0) / kPanel * kPanel, std::min(tile[t].end - key, keys)};
   }
@@ -101,7 +98,7 @@ struct Hulls {
 
 // ---- scratch ----
 
-// Cuts pieces off one buffer; with no buffer it only counts.
+// Allocates from one buffer; without a buffer it only counts bytes.
 class Arena {
  public:
   explicit Arena(char* memory) : memory_(memory) {}
@@ -120,8 +117,7 @@ class Arena {
   int64_t used_ = 0;
 };
 
-// Columns between rows of a scratch matrix; not a power of two, so that a column spreads over the cache's
-// sets.
+// Returns the row stride of a scratch matrix; not a power of two, so that columns spread over cache sets.
 PYRUNTIME_INLINE int64_t scratch_stride(int64_t columns) {
   return round_up(columns, kPanel) + kPanel;
 }
@@ -154,12 +150,12 @@ struct Shape {
 
   int64_t keys, dim;
   int64_t width;      // dim, padded to whole panels
-  int64_t dim_depth;  // depths of GEMMs that run over dim and over the keys
+  int64_t dim_depth;  // groups along dim, and along the keys, in GEMMs
   int64_t key_depth;
 };
 
-// Columns key .. key + keys of the GEMM of a block of queries with the transposed keys or values; per panel
-// of columns, tiles that see none of it are left out.
+// Multiplies a block of queries with the transposed keys or values, columns key .. key + keys. For each panel
+// of columns, tiles that see none of it are skipped.
 template <typename Operands>
 void multiply_transposed(const Shape<Operands>& shape, const typename Operands::element_t* rows,
                          const Hulls& hulls, const typename Operands::element_t* panels, int64_t key,
@@ -207,8 +203,8 @@ class Forward {
     simd_run<PackPanels<kGroup>>(values, shape_.keys, shape_.dim, values_, shape_.key_depth);
   }
 
-  // Merges these keys into out and lse, the result over the keys before. Where lse is -inf, out is only
-  // written; tiles of queries that see nothing are not touched at all.
+  // Merges these keys into out and lse, the result over earlier keys. If lse is -inf, out is not read. Tiles
+  // of queries that see nothing are not touched.
   template <typename R>
   void head(Rows<const T> queries, const Visible& visible, Rows<R> out, A* lse) {
     for (int64_t query = 0; query < visible.queries; query += kQueries) {
@@ -254,14 +250,14 @@ class Forward {
       if (block.begin[i] < block.end[i]) {
         lse[i] = static_cast<A>((m_[i] + std::log2(l_[i])) * static_cast<A>(kLn2));
       } else {
-        l_[i] = A(1);  // the row goes back as it came, or is zero where nothing was seen so far
+        l_[i] = A(1);  // the row is restored, or zero if nothing has been seen
       }
     }
     simd_run<DivideRows>(static_cast<const A*>(sums_ + row * shape_.width), shape_.width, out.from(row),
                          last - row, shape_.dim, static_cast<const A*>(l_ + row));
   }
 
-  // One tile of queries against the keys `seen` of the window that begins at `key`.
+  // Attends one tile of queries to the keys `seen` of the window at `key`.
   void attend(int64_t tile, const Visible& block, const Range& seen, int64_t key) {
     if (seen.empty()) return;
     const int64_t row = tile * kTileRows, rows = std::min(kTileRows, block.queries - row);
@@ -293,11 +289,11 @@ class Forward {
   int64_t stride_;
   E *keys_, *values_, *queries_, *rounded_;
   A *scores_, *sums_, *m_, *l_, *rescale_;
-  bool started_[kQueries / kTileRows];  // whether a tile's sums hold something
+  bool started_[kQueries / kTileRows];  // whether a tile's sums are initialized
 };
 
-// `Write` is WriteRows<true>, where gradients are added to, or WriteRows<false>, where every query sees some
-// key and there is nothing to add to.
+// `Write` is WriteRows<true> to add to the gradients, or WriteRows<false> to overwrite them, which requires
+// that every query sees a key.
 template <typename Operands, typename T, typename Write>
 class Backward {
   using S = Shape<Operands>;
@@ -344,7 +340,7 @@ class Backward {
     std::fill_n(dv_, sums, A(0));
   }
 
-  // Writes dq. Rows whose lse is -inf contribute nothing.
+  // Writes dq. Rows with an lse of -inf contribute nothing.
   template <typename R>
   void head(Rows<const T> queries, const Visible& visible, Rows<const T> grad_out, const A* lse,
             const A* delta, Rows<R> dq) {
@@ -372,7 +368,7 @@ class Backward {
     }
   }
 
-  // Writes to dk and dv what the heads since load_keys() came to.
+  // Writes the sums over the heads since load_keys() to dk and dv.
   template <typename R>
   void store_keys(Rows<R> dk, Rows<R> dv) {
     simd_run<Write>(static_cast<const A*>(dk_), shape_.width, dk, shape_.keys, shape_.dim, scale_);
@@ -380,7 +376,7 @@ class Backward {
   }
 
  private:
-  // A block of queries or of output gradients, as the left and as the right side of a GEMM.
+  // A block of queries or of output gradients, packed as left and as right operand.
   struct Side {
     E *rows, *panels;
   };
@@ -436,7 +432,7 @@ class Backward {
     }
   }
 
-  // sums += (P or dS)^T times the rows that these keys are seen by
+  // sums += (P or dS)^T times the query or gradient rows that see these keys
   void add_transposed(A* sums, const E* left, const E* right, int64_t panel, int64_t rows, const Hulls& hulls,
                       int64_t key, int64_t keys) {
     right += shape_.dim_panel(panel, kQueries / kGroup, 0);
@@ -446,7 +442,7 @@ class Backward {
       Operands::multiply_panel(columns, round_up(depth, kGroup) / kGroup, left + row * stride_ + j * kGroup,
                                1, stride_, right + row * kPanel, sums + j * shape_.width, shape_.width, true);
     };
-    // Keys that every tile sees are multiplied at once, the others a tile of keys at a time.
+    // Keys that every tile sees are multiplied in one call, the others one tile of keys at a time.
     const Range shared{round_up(std::max<int64_t>(hulls.all.begin - key, 0), kTileRows),
                        std::min(hulls.all.end - key, keys) / kTileRows * kTileRows};
     for (int64_t j = 0; j < keys; j += kTileRows) {
@@ -467,7 +463,7 @@ class Backward {
   Side q_, g_;
   E *keys_, *values_, *key_rows_, *p_columns_, *ds_columns_, *ds_rows_;
   A *dk_, *dv_, *p_, *ds_, *dq_, *lse2_;
-  bool started_[kQueries / kTileRows];  // whether a tile's dq_ holds something
+  bool started_[kQueries / kTileRows];  // whether a tile's dq_ is initialized
 };
 
 }  // namespace pyruntime::layers::attention

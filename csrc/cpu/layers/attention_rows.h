@@ -1,7 +1,7 @@
 #pragma once
 
-// What attention_kernels.h does with rows of numbers: kernels of simd.h that bring operands into the layouts
-// of tile.h, that turn scores into probabilities, and that read and write results.
+// Row kernels for attention_kernels.h, run by simd.h: they pack operands into the layouts of tile.h, turn
+// scores into probabilities, and read and write results.
 
 #include <type_traits>
 
@@ -41,7 +41,7 @@ PYRUNTIME_INLINE double exp2_of(double x) {
 
 // ---- layouts ----
 
-// Rows of a head: [rows, dim] with contiguous columns.
+// A head's [rows, dim], with contiguous columns.
 template <typename T>
 struct Rows {
   T* data;
@@ -57,7 +57,7 @@ PYRUNTIME_INLINE void convert(To& to, const From& from) {
   } else if constexpr (std::is_arithmetic_v<To>) {
     to = from;
   } else {
-    to.x = from.x;  // (the assignment of the whole class is not vectorised)
+    to.x = from.x;  // assigning the whole class would not be vectorised
   }
 }
 
@@ -149,10 +149,9 @@ struct PackPanelsTransposed {
 
 // ---- softmax ----
 
-// One tile of scores, columns origin .. origin + columns, of which row i sees begin[i] .. end[i]: scores
-// become probabilities up to `width`, zero where they are not seen. m and l are the rows' running maximum and
-// sum; `rescale` is what earlier results have to be multiplied by. Padding rows, up to kTileRows, become
-// zero.
+// Turns a tile of scores, columns origin .. origin + columns, of which row i sees begin[i] .. end[i], into
+// probabilities; up to `width` they are zero where not seen. m and l are the rows' running maximum and sum;
+// `rescale` receives the factor for earlier results. Padding rows, up to kTileRows, become zero.
 struct SoftmaxRows {
   template <typename A>
   static PYRUNTIME_INLINE void run(A* scores, int64_t stride, int64_t rows, const int32_t* begin,
@@ -188,7 +187,7 @@ struct SoftmaxRows {
   }
 };
 
-// The same tile in the backward: scores become P, and dp becomes dS.
+// The same for the backward: scores become P, and dp becomes dS.
 struct SoftmaxRowsBackward {
   template <typename A>
   static PYRUNTIME_INLINE void run(A* scores, A* dp, int64_t stride, int64_t rows, const int32_t* begin,
@@ -225,8 +224,7 @@ struct RescaleRows {
 
 // ---- results ----
 
-// Earlier results, padded with zeros to a tile of `width` columns; zero as well where nothing was seen, l =
-// 0.
+// Loads earlier results, padded with zeros to a tile of `width` columns; rows with l = 0 become zero.
 struct LoadRows {
   template <typename A, typename T>
   static PYRUNTIME_INLINE void run(Rows<T> in, int64_t rows, int64_t columns, A* out, int64_t width,
@@ -255,7 +253,7 @@ struct DivideRows {
   }
 };
 
-// out = factor * in, or, where kAdd, out += factor * in.
+// out = factor * in, or out += factor * in if kAdd.
 template <bool kAdd>
 struct WriteRows {
   template <typename A, typename T>

@@ -1,5 +1,5 @@
-// Cross-entropy over a vocabulary that may be cut over ranks: what is local of it, and what follows from the
-// gathered statistics.
+// Cross-entropy over a vocabulary that may be cut over ranks: each shard's statistics, and the loss from the
+// gathered ones.
 //
 //   stats_i  = (m_i, s_i, t_i) = (max_j l_ij,  sum_j exp(l_ij - m_i),  l_ij where vocab_start + j = label_i)
 //   lse_i    = M_i + log sum_r s_ri exp(m_ri - M_i),  M_i = max_r m_ri        (r: the shards, in rank order)
@@ -21,8 +21,7 @@ namespace {
 // ---- CPU kernels: `rows` rows of `columns` logits ----
 
 struct StatsRows {
-  // A chunk of a row is in the first-level cache when its exponentials are summed, right after its maximum
-  // was found.
+  // A chunk of a row is still in the level 1 cache when its exponentials are summed after its maximum.
   static constexpr int64_t kChunk = 2048;
 
   template <typename T, typename S>
@@ -40,7 +39,7 @@ struct StatsRows {
           const S logit = load(chunk[j]);
           chunk_highest = logit > chunk_highest ? logit : chunk_highest;
         }
-        // Where every logit so far is -inf (a masked column), any finite reference gives the right sum, 0.
+        // If every logit so far is -inf (a masked column), any finite reference gives the right sum, 0.
         const S reference = chunk_highest == lowest ? S(0) : chunk_highest;
         S chunk_sum = 0;
         PYRUNTIME_SIMD_REDUCE(+, chunk_sum)
@@ -141,7 +140,7 @@ void write_stats_cpu(const Tensor& logits_in, const Tensor& labels_in, int64_t v
   });
 }
 
-// A few numbers a row: not worth vectorising.
+// Not vectorised: there are only a few numbers per row.
 std::tuple<Tensor, Tensor> loss_cpu(const Tensor& logits, const Tensor& labels_in, const Tensor& stats_in,
                                     c10::SymInt /*vocab_start*/, c10::SymInt all_columns,
                                     int64_t ignore_index, bool /*overwrite_logits*/) {
@@ -169,7 +168,7 @@ std::tuple<Tensor, Tensor> loss_cpu(const Tensor& logits, const Tensor& labels_i
         target += stat(shard, 2);
       }
       lse_data[row] = highest + std::log(sum);
-      // Not lse - target: where the logits are large, their difference keeps digits that lse has lost.
+      // Not lse - target: with large logits, highest - target keeps digits that lse has lost.
       loss_data[row] = label == ignore_index ? scalar_t(0) : (highest - target) + std::log(sum);
     }
   });
@@ -237,7 +236,7 @@ std::tuple<Tensor, Tensor> loss_composite(const Tensor& logits, const Tensor& la
 
 }  // namespace
 
-// A block of rows at a time: a wide copy of all logits would be the largest tensor of a training step.
+// In blocks of rows: a wide copy of all logits would be the largest tensor of a training step.
 void write_logits_grad_composite(const char* /*op*/, const Tensor& logits, const Tensor& labels,
                                  const Tensor& lse, const Tensor& grad, int64_t vocab_start,
                                  const Tensor& dlogits) {
@@ -269,14 +268,13 @@ using BackwardOp = Operator<cross_entropy_backward<write_logits_grad_composite>,
 using InPlaceOp = Operator<cross_entropy_backward_in_place<write_logits_grad_composite>,
                            cross_entropy_backward_in_place<write_logits_grad_cpu>>;
 
-// The gradient of cross_entropy_loss accounts for what stats owes to the logits, so stats itself carries
-// none.
+// The gradient of cross_entropy_loss includes the dependence of stats on the logits, so stats has none.
 Tensor stats_autograd(const Tensor& logits, const Tensor& labels, c10::SymInt vocab_start) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   return StatsOp::call(logits, labels, std::move(vocab_start));
 }
 
-// Adds a row's `values` to its label's column, where that is in this shard.
+// Adds each row's value to its label's column, if this shard has it.
 void add_at_labels(Tensor& dlogits, const Tensor& labels, const Tensor& values,
                    const c10::SymInt& vocab_start) {
   const c10::SymInt columns = dlogits.sym_size(1);
@@ -312,7 +310,7 @@ struct CrossEntropyLoss : Function<CrossEntropyLoss> {
     const c10::SymInt vocab_start = ctx->saved_data["vocab_start"].toSymInt();
     const Tensor of_loss = grads[0].defined() ? grads[0] : at::zeros_like(lse);
     Tensor grad = of_loss.masked_fill(labels.eq(ctx->saved_data["ignore_index"].toInt()), 0);
-    // The kernels take the same from both of its terms: what that is too much is one logit a row.
+    // The kernels subtract the sum of both gradients at the label; add_at_labels() corrects dlse.
     if (grads[1].defined()) grad = grad.add(grads[1]);
     variable_list result(7);
     if (ctx->saved_data["overwrite_logits"].toBool()) {

@@ -1,15 +1,15 @@
-// The outer optimizer (pyruntime/replicas) on a tensor, where a round of its replicas ends, in one
-// pass, and the norms that its penalty is made of.
+// Computes the outer optimizer (pyruntime/replicas) on a tensor at the end of a round, in one pass, and the
+// norms that its penalty uses.
 //
-//   d = z - x                          the displacement of the round, of before the step
-//   g = step * sent                    the outer gradient, of the sum of displacements that has come
+//   d = z - x                          the round's displacement, from before the step
+//   g = step * sent                    the outer gradient; sent: the sum of displacements that has arrived
 //   m = clip(b m + g, -phi, +phi)      z = z - lr m, Nesterov: z - lr (g + b m)
 //   x = x + pull (z - x)               pull = 1: x = z; and the rounded copy of x
-//   sent = d                           or, where replicas do not begin anew, z - x of after all that
+//   sent = d                           or, if replicas do not restart at z, the new z - x
 //
-// All replicas compute z and m, and never compare them. So arithmetic is float32 (float64 where z is), every
-// product that is added is a fused one, and sums are taken in a fixed number of lanes: the bits are those of
-// the definition on every processor, whichever of these parts are asked for.
+// All replicas compute z and m and never compare them. So arithmetic is float32 (float64 if z is), every
+// product that is added is fused, and sums have a fixed number of lanes. The bits follow the definition on
+// every processor, whichever parts are requested.
 
 #include <vector>
 
@@ -21,7 +21,7 @@ namespace {
 
 // ---- CPU kernels ----
 
-// Elements whose parts are taken one after the other, while they are in the first-level cache.
+// So many elements go through all parts while they are in the level 1 cache.
 constexpr int64_t kTile = 512;
 constexpr int64_t kLanes = 32;
 
@@ -30,7 +30,7 @@ struct OuterSettings {
   S step, lr, momentum, clip, pull;
   bool steps, nesterov, pulls, launches, restarts;
 
-  // A round that began at z began at what x can hold of it.
+  // A round that began at z began at z rounded to the dtype of x.
   PYRUNTIME_INLINE bool rounds() const { return pull == 1; }
 };
 
@@ -108,7 +108,7 @@ struct RoundElements {
   }
 };
 
-// The sum of apart(i)^2 in float64; element i is added in lane i mod kLanes.
+// Returns the sum of apart(i)^2 in float64; element i is added in lane i mod kLanes.
 template <typename Apart>
 PYRUNTIME_INLINE double sum_of_squares_in_lanes(int64_t count, const Apart& apart) {
   double lanes[kLanes] = {};
@@ -239,7 +239,7 @@ void outer_step(const Tensor& x, const Tensor& z, const Tensor& m, const Tensor&
   if (launches) mark_written(sent);
 }
 
-// part(first, size, result) of every task, added up in their order.
+// Calls part(first, size, result) for every task and adds the results in task order.
 template <typename Part>
 double sum_over_tasks(int64_t count, const Part& part) {
   const int64_t tasks = (count + kElementsPerTask - 1) / kElementsPerTask;

@@ -1,4 +1,4 @@
-// RMSNorm (Zhang and Sennrich 2019, eq. 4), alone and with the residual addition in front of it.
+// RMSNorm (Zhang and Sennrich 2019, eq. 4), with or without a residual addition before it.
 //
 //   rstd = 1 / sqrt(mean(x^2) + eps)        y = x * rstd * w
 //   dx = rstd * (dy * w - x * rstd^2 * mean(dy * w * x))        dw = sum over rows of dy * x * rstd
@@ -15,13 +15,13 @@
 namespace pyruntime::layers {
 namespace {
 
-// Rows whose weight gradients are summed by one task. The tasks' sums are added in order.
+// Rows of which one task sums the weight gradients. The tasks' sums are added in order.
 constexpr int64_t kRowsPerBlock = 64;
 
 // ---- CPU kernels: `rows` rows of `columns` ----
 
 struct NormRows {
-  // With a residual, x + residual is written to `summed` and normalised; without, `summed` is x itself.
+  // With a residual, x + residual is written to `summed` and normalised; without, x is normalised.
   template <typename T, typename S>
   static PYRUNTIME_INLINE void run(const T* x, const T* residual, const T* weight, T* y, T* summed, S* rstd,
                                    int64_t rows, int64_t columns, S eps) {
@@ -45,7 +45,7 @@ struct NormRows {
 };
 
 struct NormRowsBackward {
-  // dweight [columns] is added to. grad_sum, where given, is a gradient of x itself that is added to dx.
+  // Adds to dweight [columns]. grad_sum, if not null, is a gradient of x itself that is added to dx.
   template <typename T, typename S>
   static PYRUNTIME_INLINE void run(const T* grad, const T* grad_sum, const T* x, const T* weight,
                                    const S* rstd, T* dx, S* dweight, int64_t rows, int64_t columns) {
@@ -76,7 +76,7 @@ struct NormRowsBackward {
 };
 
 struct SumBlocks {
-  // total[j] = the sum of blocks[b, j] over b, in the order of b. blocks is used up.
+  // total[j] = the sum of blocks[b, j] over b, in the order of b. Overwrites blocks.
   template <typename T, typename S>
   static PYRUNTIME_INLINE void run(S* blocks, T* total, int64_t count, int64_t columns) {
     for (int64_t b = 1; b < count; ++b) {
@@ -109,7 +109,7 @@ void check_residual(const Tensor& x, const Tensor& residual) {
 
 // ---- ops on the CPU ----
 
-// residual may be undefined; then so is the second result.
+// residual may be undefined; then the second result is too.
 std::tuple<Tensor, Tensor, Tensor> norm_cpu(const Tensor& x_in, const Tensor& residual_in,
                                             const Tensor& weight_in, double eps) {
   const Tensor x = x_in.contiguous(), weight = weight_in.contiguous();
@@ -178,7 +178,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward_cpu(const Tensor& grad_in, const Te
 
 // ---- ops on every other device ----
 
-// Where torch has kernels of its own for the norm: one pass over x.
+// Whether torch has its own kernels for the norm, which take one pass over x.
 bool has_fused_kernels(const Tensor& x) {
   return x.is_cuda() && x.numel() > 0;
 }

@@ -1,4 +1,4 @@
-// Rotary position embedding (Su et al. 2021, eq. 34, in Hugging Face's half-rotated convention) applied to
+// Rotary position embedding (Su et al. 2021, eq. 34, in Hugging Face's half-rotated convention), applied to
 // the fused QKV projection while it is split into heads.
 //
 //   [a | b] are the halves of a head:   a' = a cos_a - b sin_a        b' = b cos_b + a sin_b
@@ -6,10 +6,10 @@
 //
 // Layouts: qkv [B * S, (H + 2 Hkv) * hd] = [q heads | k heads | v heads];  cos, sin [S or more, hd], float32
 // (float64 for float64 qkv);  q [B, H, S, hd], k and v [B, Hkv, S, hd], each a transposed view of a
-// contiguous [B, S, heads, hd]: rows are then written in the order they are read in, and torch's CPU flash
-// attention takes it at the same speed.
+// contiguous [B, S, heads, hd]. So rows are written in the order in which they are read, and torch's CPU
+// flash attention is as fast on them.
 //
-// In place (overwrite_qkv), q, k and v are views of qkv [B, S, heads, hd], of which v is not touched.
+// In place (overwrite_qkv), q, k and v are views of qkv [B, S, heads, hd], and v is not touched.
 //
 // Saved for the backward: cos and sin.
 
@@ -25,8 +25,8 @@ namespace {
 
 // ---- CPU kernels ----
 
-// One position: `heads` heads, `step_in` and `step_out` elements apart. HalfDim is hd / 2 where it is known
-// when compiling, which lets short heads be vectorised as a whole, and 0 where it is not.
+// Rotates the heads of one position, `step_in` and `step_out` elements apart. HalfDim is hd / 2 if known at
+// compile time, so that short heads are vectorised as a whole, else 0.
 template <int HalfDim, bool Inverse, typename T, typename S>
 PYRUNTIME_INLINE void rotate_heads(const T* in, int64_t step_in, T* out, int64_t step_out, const S* cos,
                                    const S* sin, int64_t heads, int64_t half_dim) {
@@ -46,7 +46,7 @@ PYRUNTIME_INLINE void rotate_heads(const T* in, int64_t step_in, T* out, int64_t
   }
 }
 
-// Where the heads of one of q, k, v lie: element strides.
+// The address of the heads of q, k or v; strides in elements.
 template <typename T>
 struct Place {
   T* data;
@@ -74,7 +74,7 @@ struct RopeArguments {
 
 template <int HalfDim, bool Inverse>
 struct RopeTokens {
-  // Tokens begin..end of the B * S.
+  // Rotates tokens begin..end of the B * S.
   template <typename T, typename S>
   static PYRUNTIME_INLINE void run(const RopeArguments<T, S>* arguments, int64_t begin, int64_t end) {
     const RopeArguments<T, S>& a = *arguments;
@@ -123,8 +123,8 @@ void rotate_cpu(const char* /*op*/, const Heads& from, const Heads& to, const Te
     arguments.sin = sin.const_data_ptr<table_t>();
     arguments.positions = positions;
     arguments.head_dim = head_dim;
-    // What is written first: where it shares memory that is copied on writing, it gets its own here, and what
-    // is read, which may be the same tensor, follows it.
+    // The written pointer is taken first: memory that is copied on write gets its copy here, and `from`,
+    // which may be the same tensor, then points to that copy.
     for (int part = 0; part < 3; ++part) {
       arguments.to[part] = place_of(to[part].mutable_data_ptr<scalar_t>(), to[part]);
       arguments.from[part] = place_of(from[part].const_data_ptr<scalar_t>(), from[part]);
@@ -254,8 +254,8 @@ struct ApplyRopeQkv : Function<ApplyRopeQkv> {
       return {q, k, v};
     }
     RotateOp::call(qkv, cos, sin, batch, positions, heads, kv_heads);
-    // Views that autograd does not know as such: their gradients come to backward() below, and not to qkv's
-    // own history one by one.
+    // Views that autograd does not know as views: their gradients go to backward() below, not one by one to
+    // the history of qkv.
     auto [q, k, v] = heads_in_place(qkv, batch, positions, heads, kv_heads);
     return {q, k, v};
   }

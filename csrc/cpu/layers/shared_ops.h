@@ -1,7 +1,7 @@
-// The ops that device kernels exist for (csrc/ops/device/device_layers.cpp): the checks of their arguments,
-// what they return, and their composites of ATen's operations, for devices that have no kernels.
+// The ops that have device kernels (csrc/ops/device/device_layers.cpp): checks of their arguments, their
+// results, and composites of ATen's operations for devices without kernels.
 //
-// Checks raise ValueError or TypeError with what was found and what is needed; `op` is named in them.
+// Checks raise ValueError or TypeError with `op`, the argument found and what is needed.
 #pragma once
 
 #include <array>
@@ -15,17 +15,17 @@ namespace pyruntime::layers {
 
 void check_gate_up(const char* op, const Tensor& gate_up);
 void check_swiglu_backward(const Tensor& grad, const Tensor& gate_up);
-// [..., F] for [..., 2F].
+// Returns [..., F] for [..., 2F].
 std::vector<int64_t> half_of_last(const Tensor& gate_up);
 Tensor swiglu_composite(const Tensor& gate_up);
 Tensor swiglu_backward_composite(const Tensor& grad, const Tensor& gate_up);
 
 // ---- rotary embedding ----
 
-using Heads = std::array<Tensor, 3>;  // of q, k and v: [B, heads, S, hd] with contiguous rows
+using Heads = std::array<Tensor, 3>;  // q, k, v: [B, heads, S, hd] with contiguous rows
 
-// Writes to `to` the heads of q and k rotated, back where `inverse`, and those of v as they are; `to` may be
-// `from`.
+// Writes to `to` the rotated heads of q and k (rotated back if `inverse`) and those of v unchanged; `to` may
+// be `from`.
 using Rotate = void(const char* op, const Heads& from, const Heads& to, const Tensor& cos, const Tensor& sin,
                     bool inverse);
 Rotate rotate_composite;
@@ -35,7 +35,7 @@ void check_rope(const char* op, const Tensor& qkv, const Tensor& cos, const Tens
                 const c10::SymInt& kv_heads);
 void check_rope_backward(const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& cos,
                          const Tensor& sin);
-// The heads as they lie in qkv, rows of which are contiguous.
+// Returns the heads as views of qkv, whose rows are contiguous.
 Heads heads_in_place(const Tensor& qkv, const c10::SymInt& batch, const c10::SymInt& positions,
                      const c10::SymInt& heads, const c10::SymInt& kv_heads);
 
@@ -77,7 +77,7 @@ Tensor apply_rope_qkv_backward(const Tensor& dq, const Tensor& dk, const Tensor&
 
 // ---- cross-entropy ----
 
-// Writes stats [rows, 3] and dlogits, which may be the logits; what they do not write is not read.
+// Writes stats [rows, 3] and dlogits, which may be the logits. Both may be uninitialized before.
 using WriteStats = void(const Tensor& logits, const Tensor& labels, int64_t vocab_start, const Tensor& stats);
 using WriteLogitsGrad = void(const char* op, const Tensor& logits, const Tensor& labels, const Tensor& lse,
                              const Tensor& grad, int64_t vocab_start, const Tensor& dlogits);
@@ -87,7 +87,7 @@ WriteLogitsGrad write_logits_grad_composite;
 void check_logits(const char* op, const Tensor& logits, const Tensor& labels);
 void check_logits_backward(const char* op, const Tensor& logits, const Tensor& labels, const Tensor& lse,
                            const Tensor& grad);
-// Of kernels that write over the logits only where these are contiguous.
+// For kernels that can overwrite the logits only if these are contiguous.
 void check_contiguous(const char* op, const Tensor& dlogits);
 
 template <WriteStats write_stats>

@@ -1,13 +1,13 @@
 #pragma once
 
-// Flat loops in portable C++, compiled once for each x86-64 level and chosen when the process runs.
+// Compiles flat loops in portable C++ once for each x86-64 level, and chooses the level at run time.
 //
 // A kernel is a struct with a static, always-inlined `run`. simd_run<Kernel>(args...) calls it inside a
-// function that carries the target attribute of the best level this CPU has, so the compiler vectorises the
-// inlined loops for that level. (Explicit dispatch rather than target_clones: it works on templates, and
-// under ASan, where the ifunc resolvers that target_clones needs run before the sanitizer is ready.)
+// function with the target attribute of this CPU's best level, so the compiler vectorises the inlined loops
+// for that level. (Dispatch is explicit because target_clones does not work on templates, and under ASan its
+// ifunc resolvers run before the sanitizer is ready.)
 //
-// The loops are vectorised by `-O3 -fopenmp`; sqrt needs `-fno-math-errno` as well.
+// `-O3 -fopenmp` vectorises the loops; sqrt also needs `-fno-math-errno`.
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -18,8 +18,7 @@
 
 #define PYRUNTIME_INLINE inline __attribute__((always_inline))
 
-// Says that the iterations of the loop that follows are independent: pointers written there alias nothing
-// else.
+// Declares the iterations of the next loop independent: pointers written there alias nothing else.
 #define PYRUNTIME_PRAGMA(text) _Pragma(#text)
 #define PYRUNTIME_SIMD PYRUNTIME_PRAGMA(omp simd)
 #define PYRUNTIME_SIMD_REDUCE(operation, variable) PYRUNTIME_PRAGMA(omp simd reduction(operation : variable))
@@ -116,7 +115,7 @@ PYRUNTIME_INLINE float load(const c10::BFloat16& value) {
 PYRUNTIME_INLINE float load(const c10::Half& value) {
   const uint32_t half = value.x;
   const uint32_t magnitude = (half & 0x7fffu) << 13;
-  // The exponent is rebiased by a multiplication, which is exact and gets subnormals right.
+  // The multiplication rebiases the exponent; it is exact, also for subnormals.
   const uint32_t finite = float_bits(bits_float(magnitude) * 0x1p112f);
   const uint32_t infinite_or_nan = magnitude | 0x7f800000u;
   return bits_float((half & 0x8000u) << 16 | (magnitude >= 0x0f800000u ? infinite_or_nan : finite));
@@ -136,8 +135,8 @@ PYRUNTIME_INLINE void store(c10::BFloat16& to, float value) {
   to.x = static_cast<uint16_t>((value != value ? 0x7fc00000u : rounded) >> 16);
 }
 
-// Up or down with the probabilities that make the mean exact: `random` is uniform, its low 16 bits count.
-// Infinity stays infinity, NaN a NaN.
+// Rounds up or down with probabilities that make the mean exact. `random` is uniform; only its low 16 bits
+// are used. Infinity and NaN are kept.
 PYRUNTIME_INLINE void store_at_random(c10::BFloat16& to, float value, uint32_t random) {
   const uint32_t bits = float_bits(value);
   const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
@@ -145,7 +144,7 @@ PYRUNTIME_INLINE void store_at_random(c10::BFloat16& to, float value, uint32_t r
   to.x = static_cast<uint16_t>((value != value ? 0x7fc00000u : rounded) >> 16);
 }
 
-// A uniform number for each (seed, index): the finaliser of MurmurHash3 (Appleby), twice.
+// Returns a uniform number for each (seed, index): the finaliser of MurmurHash3 (Appleby), twice.
 PYRUNTIME_INLINE uint32_t random_bits(uint32_t seed, uint32_t index) {
   uint32_t x = index * 0x9e3779b9u + seed;
   for (int round = 0; round < 2; ++round) {
@@ -161,9 +160,9 @@ PYRUNTIME_INLINE uint32_t random_bits(uint32_t seed, uint32_t index) {
 PYRUNTIME_INLINE void store(c10::Half& to, float value) {
   const uint32_t bits = float_bits(value);
   uint32_t magnitude = bits & 0x7fffffffu;
-  magnitude = magnitude < 0x47800000u ? magnitude : 0x47800000u;  // 2^16 and all above round to infinity
+  magnitude = magnitude < 0x47800000u ? magnitude : 0x47800000u;  // values from 2^16 on round to infinity
   const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
-  // Adding 0.5 leaves a float whose last bit is worth 2^-24, the step of a subnormal half.
+  // Adding 0.5 rounds to multiples of 2^-24, the step of a subnormal half.
   const uint32_t subnormal = float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u;
   const uint32_t rounded = magnitude < 0x38800000u ? subnormal : normal;
   to.x = static_cast<uint16_t>((bits >> 16 & 0x8000u) | (value != value ? 0x7e00u : rounded));
@@ -171,7 +170,7 @@ PYRUNTIME_INLINE void store(c10::Half& to, float value) {
 
 // ---- exponential ----
 
-// e^x to 2 ulp where that is a normal float; below (x < -87.6) it is 0, from e^88.4 on it is infinity, NaN
+// Returns e^x to 2 ulp if that is a normal float. Below (x < -87.6) it is 0, from e^88.4 on infinity; NaN
 // stays NaN. Cody-Waite reduction to |r| <= ln(2)/2 and a polynomial of degree 6 (Cephes expf).
 PYRUNTIME_INLINE float fast_exp(float x) {
   x = x < -88.0f ? -88.0f : x;

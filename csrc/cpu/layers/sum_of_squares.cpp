@@ -1,5 +1,5 @@
-// The sum of the squares of every element of a list of tensors, in float64: what a gradient norm is made of.
-// The order of summation is fixed by the sizes alone.
+// The sum of squares of all elements of a list of tensors, in float64, for gradient norms. The order of
+// summation depends only on the sizes.
 
 #include <vector>
 
@@ -54,7 +54,7 @@ Tensor sum_of_squares_cpu(at::TensorList tensors) {
 Tensor sum_of_squares_composite(at::TensorList tensors) {
   check_list(tensors);
   if (tensors.empty()) return at::zeros({}, at::TensorOptions().dtype(at::kDouble));
-  // A few launches for all tensors, and no wide copy of any of them.
+  // Takes few launches for all tensors, and no wide copy.
   return at::stack(at::_foreach_norm(tensors, 2, at::kDouble)).square().sum();
 }
 

@@ -3,7 +3,7 @@
 //   y = silu(gate) * up        silu(g) = g * s,  s = 1 / (1 + exp(-g))
 //   dgate = dy * up * s * (1 + g * (1 - s))        dup = dy * g * s
 //
-// Saved for the backward: gate_up alone.
+// Saved for the backward: only gate_up.
 
 #include "common.h"
 #include "shared_ops.h"

@@ -1,15 +1,15 @@
 #pragma once
 
-// GEMMs of small matrices that lie in caches, for kernels that do something with the result right away.
+// GEMMs of small matrices in caches, for kernels that use the result right away.
 //
 //   C [rows, 32] (+)= A [rows, depth] B [depth, 32]
 //
-// A library's GEMM spends as long on a matrix of this size as on preparing for it, and computes whole
-// rectangles; here a caller may skip, 8 rows by 32 columns at a time, what a triangular matrix leaves out.
+// A library's GEMM spends as long on preparing for a matrix of this size as on multiplying it, and computes
+// whole rectangles. Here a caller may skip the empty part of a triangular matrix, by tiles of 8 x 32.
 //
-// Operands are Plain<float> or Plain<double>, or Bf16Pairs: bfloat16 with sums in float32, by an instruction
-// that takes two neighbours along the depth at once (AVX512-BF16). `group` is that 1 or 2, and strides and
-// depths count groups.
+// Operands are Plain<float> or Plain<double>, or Bf16Pairs: bfloat16 with float32 sums, by an instruction
+// that takes two neighbours along the depth (AVX512-BF16). `group` is 1 or 2; strides and depths count
+// groups.
 //   A: any strides, so that it may be read transposed; rows are a multiple of kTileRows, in padded memory.
 //   B: a panel, [depth][kPanel][group] and contiguous; a wider B is a sequence of panels.
 //   C: row stride `c_row`, columns contiguous.
@@ -46,8 +46,8 @@ struct VectorOf {
   typedef T type __attribute__((vector_size(Bytes)));
 };
 
-// One register block of Rows x Columns vectors at a time. A macro, because a template that is inlined into a
-// function with a target attribute has had its vectors split for the baseline before.
+// Multiplies one register block of Rows x Columns vectors at a time. This is a macro because a template that
+// is inlined into a function with a target attribute already has its vectors split for the baseline.
 #define PYRUNTIME_DEFINE_MULTIPLY(NAME, TARGET, BYTES, ROWS, COLUMNS)                          \
   template <typename T>                                                                        \
   TARGET void NAME(const Tile<T>& t) {                                                         \
@@ -116,7 +116,7 @@ void multiply(const Tile<T>& tile) {
 
 // ---- operands ----
 
-// Operands as they are computed.
+// Operands that are not converted.
 template <typename A>
 struct Plain {
   using accumulate_t = A;
@@ -189,8 +189,8 @@ struct Bf16Pairs {
     }
   }
 
-  // The same for an operand that is read along its columns, [rows / 2][stride][2], and one that is read along
-  // its rows as well where `along_rows` is not null. Rows are even in number.
+  // The same for an operand that is read along its columns, [rows / 2][stride][2], and, if `along_rows` is
+  // not null, for one read along its rows too. The number of rows is even.
   PYRUNTIME_BF16_TARGET static void round_columns(const float* in, int64_t stride, int64_t rows,
                                                   int64_t columns, element_t* along_columns,
                                                   element_t* along_rows) {
@@ -205,7 +205,7 @@ struct Bf16Pairs {
         _mm512_storeu_si512(along_columns + 2 * j, _mm512_permutexvar_epi16(interleave, bits));
         if (along_rows) {
           element_t* out = along_rows + row * stride + j;
-          // (The forms without a mask make g++ warn of an uninitialised variable of its own.)
+          // Masked, because the forms without a mask make g++ warn of an uninitialised variable of its own.
           _mm256_storeu_si256((__m256i*)out, _mm512_maskz_extracti64x4_epi64(0xff, bits, 0));
           _mm256_storeu_si256((__m256i*)(out + stride), _mm512_maskz_extracti64x4_epi64(0xff, bits, 1));
         }

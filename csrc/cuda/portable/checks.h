@@ -1,5 +1,5 @@
-// Checks of launchers' arguments. A launcher is a body that throws; guarded() turns what it throws into a
-// code and a sentence, so that nothing crosses the C interface.
+// Checks the launchers' arguments. A launcher's body throws; guarded() turns exceptions into a code and a
+// sentence, so that none crosses the C interface.
 #pragma once
 
 #include <cmath>
@@ -15,7 +15,7 @@
 
 namespace pyruntime::portable {
 
-// What the device said.
+// An error that the device reported.
 struct DeviceError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -28,10 +28,10 @@ void require(bool condition, const Parts&... parts) {
   throw std::invalid_argument(sentence.str());
 }
 
-// Keeps the sentence for pyruntime_error() and returns `code`.
+// Stores the sentence for pyruntime_error() and returns `code`.
 int remember_error(int code, const std::string& sentence);
 
-// Throws DeviceError where the last launch or call of the runtime failed.
+// Throws DeviceError if the last launch or runtime call failed.
 void check_device(const char* op);
 
 template <class Body>
@@ -48,12 +48,12 @@ int guarded(const char* op, const Body& body) {
 }
 
 void check_workspace(const PyruntimeWorkspace* shape);
-// Checks the group and returns it as kernels see it.
+// Checks the group and returns the kernels' view of it.
 Group checked_group(const PyruntimeGroup* group, PyruntimeOp op);
 
-// Checks all but what depends on which rows of a and c this rank holds.
+// Checks everything that does not depend on which rows of a and c this rank has.
 void check_matmul(const PyruntimeMatmul* matmul);
-// bf16 or fp16; also fp32 where that is allowed.
+// Accepts bf16, fp16 and, with `with_fp32`, fp32.
 void check_dtype(int32_t dtype, bool with_fp32);
 void check_pitch(const char* name, int64_t pitch, int64_t width);
 
@@ -61,21 +61,21 @@ inline int64_t element_bytes(int32_t dtype) {
   return dtype == PYRUNTIME_FP32 ? 4 : 2;
 }
 
-// Calls use(T{}) with the element that a checked dtype names.
+// Calls use(T{}) with the element type of a checked dtype.
 template <class Use>
 void with_element(int32_t dtype, const Use& use) {
   if (dtype == PYRUNTIME_BF16) return use(Bf16{});
   if (dtype == PYRUNTIME_FP16) return use(Fp16{});
   use(0.0f);
 }
-// The same where it is bf16 or fp16.
+// The same for bf16 and fp16 only.
 template <class Use>
 void with_half(int32_t dtype, const Use& use) {
   if (dtype == PYRUNTIME_BF16) return use(Bf16{});
   use(Fp16{});
 }
 
-// A grid for work that any number of blocks can share.
+// Returns the size of a grid for work that any number of blocks can share.
 int blocks_for(int64_t pieces_of_work, int32_t most_blocks, int per_multiprocessor);
 
 }  // namespace pyruntime::portable

@@ -1,15 +1,16 @@
-// Chunks that another library computes and reads, moved by copy engines between waits and signals: what the
-// chunked engine stands on.
+// Moves chunks, computed and read by another library's GEMMs, with copy engines between waits and signals:
+// the basis of the chunked tier.
 #include "checks.h"
 
 namespace pyruntime::portable {
 
 namespace {
 
-// What surrounds a copy engine's copy into a peer's slot: kernels of one block, in the stream of the copy.
-// Puts run ahead of the flights that they belong to, and so they have a count of their own.
-// Of pieces that this rank has from another and passes on. Who waits for `origin` here has had all that comes
-// sooner, so where one rank stays away it is that one who is named.
+// Kernels of one block before and after a copy engine's copy into a peer's slot, in the copy's stream. Puts
+// run ahead of their flights, and so have their own count.
+
+// Waits for a piece of `origin` that this rank passes on. All earlier pieces have then arrived, so if one
+// rank is missing, the error names that one.
 PYRUNTIME_KERNEL(32, 1)
 await_to_pass_on(PYRUNTIME_PARAMETER Group group, int origin, int first, int flags, int peer) {
   if (threadIdx.x != 0) return;
@@ -33,7 +34,7 @@ constexpr int kFlagThreads = 128;
 
 PYRUNTIME_KERNEL(kFlagThreads, 1)
 raise_flags(PYRUNTIME_PARAMETER Group group, int origin, int peer, int first, int flags) {
-  // After a failed wait the copy has been made all the same, but nobody is told to read it.
+  // After a failed wait the copy has still been made, but no flag tells the peer to read it.
   if (has_failed(group)) return;
   const uint64_t epoch = group.control().puts + 1;
   device::release_system();
@@ -62,8 +63,7 @@ void check_chunk(const Group& group, int32_t peer, int32_t first, int32_t flags)
           int64_t{first} + flags, "; this workspace has ", group.layout.flags, " a rank.");
 }
 
-// Checks a copy and puts it on `stream`, with the flags of `origin` behind it. Its wait comes before it, by
-// `wait(group, stream)`.
+// Checks a copy and enqueues wait(group, stream), the copy and the flags of `origin` on `stream`.
 template <class Wait>
 void put_chunk(const PyruntimeGroup* group, const void* from, int64_t bytes, int32_t origin, int32_t peer,
                int64_t offset, int32_t first, int32_t flags, void* stream, const Wait& wait) {

@@ -1,5 +1,4 @@
-// Chunks that lie at the same place in every rank's slot, stored and summed through one address for all
-// copies.
+// Stores and sums chunks, at the same place in every rank's slot, through one address for all copies.
 #include "checks.h"
 #include "multicast.cuh"
 
@@ -8,11 +7,11 @@ namespace pyruntime::portable {
 namespace {
 
 constexpr int kThreads = 256, kFlagThreads = 128;
-// Of a GEMM's multiprocessors these take few: a store needs no answer. Not measured.
+// Takes few multiprocessors from a GEMM, because stores need no answer. Not measured.
 constexpr int kMostBlocks = 16;
 
-// `count` units of `size` bytes from byte `at` of a workspace on: the vectors of 16 bytes among them, and the
-// others before and behind.
+// `count` units of `size` bytes from byte `at` of a workspace on: aligned vectors of 16 bytes, and the other
+// units before and after them.
 struct Span {
   int64_t at, count, size, head, vectors;
 
@@ -23,7 +22,7 @@ struct Span {
   }
   PYRUNTIME_HOST_DEVICE int64_t per_vector() const { return 16 / size; }
   PYRUNTIME_HOST_DEVICE int64_t others() const { return count - vectors * per_vector(); }
-  // Which unit a vector begins with, and which the i-th of the others is.
+  // The first unit of vector v, and the i-th of the other units.
   PYRUNTIME_HOST_DEVICE int64_t of_vector(int64_t v) const { return head + v * per_vector(); }
   PYRUNTIME_HOST_DEVICE int64_t other(int64_t i) const { return i < head ? i : i + vectors * per_vector(); }
 };
@@ -36,11 +35,11 @@ PYRUNTIME_DEVICE int64_t all_threads() {
   return static_cast<int64_t>(gridDim.x) * kThreads;
 }
 
-// This rank's own copy gets the bits that it has.
+// Also rewrites this rank's own copy with the same bits.
 PYRUNTIME_KERNEL(kThreads, 4)
 copy_to_copies(PYRUNTIME_PARAMETER Group parameter, Copies copies, Span span) {
   const Group& group = device::first_parameter(parameter);
-  if (has_failed(group)) return;  // somebody has not given leave to write
+  if (has_failed(group)) return;  // a credit may be missing
   alias_fence();
   const unsigned char* own = group.bases[group.rank] + span.at;
   for (int64_t v = own_thread(); v < span.vectors; v += all_threads()) {
@@ -61,7 +60,7 @@ PYRUNTIME_DEVICE void store_with_bias(T* out, int64_t i, float sum, const T* bia
   out[i] = round_to<T>(bias == nullptr ? sum : sum + to_float(bias[i % width]));
 }
 
-// What makes no whole vector is summed in rank order, as ever.
+// Elements outside whole vectors are summed in rank order, as elsewhere.
 template <class T>
 PYRUNTIME_KERNEL(kThreads, 2)
 sum_copies(PYRUNTIME_PARAMETER Group parameter, Copies copies, Span span, T* out, const T* bias,
@@ -92,7 +91,7 @@ sum_copies(PYRUNTIME_PARAMETER Group parameter, Copies copies, Span span, T* out
   alias_fence();
 }
 
-// Leave of all peers to use the slot: `to_put`, of a put, which runs ahead of its flight.
+// Waits for the credits of all peers. to_put: for a put, which runs ahead of its flight.
 PYRUNTIME_KERNEL(kFlagThreads, 1)
 await_leave_of_all(PYRUNTIME_PARAMETER Group group, bool to_put) {
   const uint64_t epoch = (to_put ? group.control().puts : group.control().epochs) + 1;
@@ -114,7 +113,7 @@ raise_flags_of_all(PYRUNTIME_PARAMETER Group group, int first, int flags) {
   }
 }
 
-// Checks what both ways through the copies have in common; returns where in a workspace the chunk lies.
+// Checks the common arguments of put_to_all and sum_copies; returns the chunk's offset in a workspace.
 int64_t checked_place(const Group& group, const void* copies, int64_t offset, int64_t bytes) {
   if (const char* why = runtime::why_no_multicast(copy_to_copies)) require(false, why);
   require(copies != nullptr && is_aligned(copies), "the multicast address is ", copies,

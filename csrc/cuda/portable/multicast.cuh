@@ -1,15 +1,15 @@
-// What goes through a multicast address, which stands for the same place in the memory of several devices:
-// one store writes all copies, one load adds them up in the switch (NVLink SHARP). PTX ISA, "Multimem
-// addresses" and "multimem.ld_reduce, multimem.st, multimem.red": only these instructions may use such an
-// address, from sm_90 on. In which order and how precisely copies are added is the switch's affair.
+// Stores and sums through a multicast address, which stands for the same place in the memory of several
+// devices. One store writes all copies, one load adds them in the switch (NVLink SHARP). Only the
+// instructions of PTX ISA, "Multimem addresses" and "multimem.ld_reduce, multimem.st, multimem.red", may use
+// such an address, from sm_90 on. The switch decides the order and the precision of the sum.
 //
-// A copy's own address and the multicast address are aliases. What orders an access through one before an
-// access through the other is, besides the flag's release and acquire, an alias proxy fence anywhere on the
-// way between them (PTX ISA, "Causality order", the third rule of proxy-preserved base causality order). So
-// every thread that uses a multicast address calls alias_fence() before and after.
+// A copy's own address and the multicast address are aliases. To order an access through one before an access
+// through the other, the flag's release and acquire are not enough: an alias proxy fence is needed on the way
+// between them (PTX ISA, "Causality order", the third rule of proxy-preserved base causality order). So every
+// thread that uses a multicast address calls alias_fence() before and after.
 //
-// The host dialect stores into every copy and adds the copies up, the last rank's first, so that nobody comes
-// to rely on the order. GPUs of AMD have nothing of the kind, and the launchers refuse.
+// The host dialect stores into every copy and sums the last rank's copy first, so that no caller comes to
+// rely on the order. AMD GPUs have no such address, and the launchers refuse.
 #pragma once
 
 #include <type_traits>
@@ -19,7 +19,7 @@
 
 namespace pyruntime::portable {
 
-// Every rank's workspace under one address. `at` below: bytes from there on, a multiple of 16.
+// The address of all ranks' workspaces. `at` below: bytes from it, a multiple of 16.
 using Copies = unsigned char*;
 
 #if defined(__CUDACC__)
@@ -30,7 +30,7 @@ PYRUNTIME_DEVICE void alias_fence() {
 
 PYRUNTIME_DEVICE void store_to_copies(const Group&, Copies copies, int64_t at, uint4 bits) {
 #if __CUDA_ARCH__ >= 900
-  // Of 32-bit words: .v4.f32 is the one vector of 16 bytes for any type, and a store changes no bit.
+  // .v4.f32 is the only 16-byte vector for any type; a store changes no bits.
   asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(copies + at),
                "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
                : "memory");

@@ -1,6 +1,6 @@
-// bf16 and fp16 as 16 bits, with our own rounding of bf16: the dialects' types differ in names, in headers
-// and in what a NaN becomes, and ranks on different devices must round alike (to nearest even, NaN to 0x7fc0,
-// as the CPU path does).
+// bf16 and fp16 as 16 bits, with our own rounding of bf16. The dialects' types differ in names, headers and
+// the NaN they produce, and ranks on different devices must round alike (to nearest even, NaN to 0x7fc0, as
+// on the CPU path).
 #pragma once
 
 #if !defined(__CUDACC_RTC__)
@@ -55,7 +55,31 @@ PYRUNTIME_DEVICE float round_to<float>(float value) {
   return value;
 }
 
-// What one 16-byte access moves.
+// Returns a uniform number for each (seed, index), that of csrc/cpu/layers/simd.h: the finaliser of
+// MurmurHash3 (Appleby), twice.
+PYRUNTIME_DEVICE uint32_t random_bits(uint32_t seed, uint32_t index) {
+  uint32_t x = index * 0x9e3779b9u + seed;
+  for (int round = 0; round < 2; ++round) {
+    x ^= x >> 16;
+    x *= 0x85ebca6bu;
+    x ^= x >> 13;
+    x *= 0xc2b2ae35u;
+    x ^= x >> 16;
+  }
+  return x;
+}
+
+// Rounds up or down with probabilities that make the mean exact, by the low 16 bits of `random`. Infinity and
+// NaN are kept.
+PYRUNTIME_DEVICE Bf16 round_at_random(float value, uint32_t random) {
+  uint32_t bits;
+  device::copy_bits(&bits, &value, sizeof(bits));
+  const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
+  const uint32_t rounded = (bits + (finite ? random & 0xffffu : 0u)) >> 16;
+  return {static_cast<uint16_t>(value != value ? 0x7fc0u : rounded)};
+}
+
+// The elements of one 16-byte access.
 template <class T>
 struct alignas(16) Vector {
   static constexpr int kCount = 16 / sizeof(T);
@@ -70,7 +94,7 @@ PYRUNTIME_DEVICE Vector<T> load_vector(const T* p) {
   return vector;
 }
 
-// Of what another rank wrote.
+// For memory that another rank wrote.
 template <class T>
 PYRUNTIME_DEVICE Vector<T> load_vector_streaming(const T* p) {
   const uint4 bits = device::load_streaming(p);

@@ -21,7 +21,7 @@ PYRUNTIME_DEVICE T reduced(const Parts& parts, int64_t i, const T* bias, int64_t
   return round_to<T>(sum);
 }
 
-// The first `vectors` vectors whole, then the rest one by one.
+// Sums the first `vectors` vectors whole, then the remaining elements one by one.
 template <class T>
 PYRUNTIME_KERNEL(kThreads, 2)
 reduce_parts(PYRUNTIME_PARAMETER Parts parameter, T* out, int64_t count, int64_t vectors, const T* bias,

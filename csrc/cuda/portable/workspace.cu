@@ -54,18 +54,38 @@ int pyruntime_failure(const PyruntimeGroup* group, PyruntimeFailure* out, void* 
     require(out != nullptr, "there is nowhere to write the record.");
     const auto on = static_cast<runtime::Stream>(stream);
     WorkspaceHeader header;
-    runtime::read(&header, view.bases[view.rank], sizeof(header), on);
+    runtime::copy_now(&header, view.bases[view.rank], sizeof(header), on);
     check_device("failure");
     if (header.failure.state == PYRUNTIME_NO_FAILURE && header.stopped_by != 0) {
       const auto first = static_cast<int>(header.stopped_by) - 1;
       require(first < view.world_size(), "this rank was stopped by rank ", first, " of ", view.world_size(),
               "; something else has written over the workspace.");
-      // That rank may still be writing it.
-      for (int reads = 0; reads < kMostReads && header.failure.state != PYRUNTIME_FAILED; ++reads) {
-        runtime::read(&header, view.bases[first], sizeof(header), on);
+      // That rank may still be writing its record. This rank's own kernels have ended; its host stopped them.
+      const int most = first == view.rank ? 0 : kMostReads;
+      for (int reads = 0; reads < most && header.failure.state != PYRUNTIME_FAILED; ++reads) {
+        runtime::copy_now(&header, view.bases[first], sizeof(header), on);
       }
     }
     *out = header.failure;
+  });
+}
+
+int pyruntime_new_stream(void** stream) {
+  return guarded("new_stream", [&] {
+    require(stream != nullptr, "there is nowhere to write the stream.");
+    runtime::Stream made{};
+    runtime::make_stream(&made);
+    *stream = made;
+  });
+}
+
+int pyruntime_stop(const PyruntimeGroup* group, void* stream) {
+  return guarded("stop", [&] {
+    const Group view = checked_group(group, PYRUNTIME_OP_WAIT);
+    // A copy and no kernel: those that wait may fill the device.
+    const uint64_t by = view.rank + 1;
+    runtime::copy_now(&view.header(view.rank).stopped_by, &by, sizeof(by),
+                      static_cast<runtime::Stream>(stream));
   });
 }
 

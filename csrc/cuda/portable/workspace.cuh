@@ -1,13 +1,14 @@
-// A rank's workspace as every rank addresses it, and the waits and signals on it. The protocol is told in
-// docs/explanation/gpu-protocol.md; this is its only implementation.
+// A rank's workspace as every rank addresses it, and the waits and signals on it. This is the only
+// implementation of the protocol in docs/explanation/gpu-protocol.md.
 //
 //   header               this rank's failure record; `stopped_by`: the rank that failed first, plus 1
 //   slots 0 to PYRUNTIME_SLOTS - 1, each
-//     SlotControl        what its owner counts
-//     credits [P]        u64, written by peer p: it has done with that epoch of its own slot, so this rank
-//                        may write the next there
-//     flags [P][flags]   u64, written by peer p (around rings: or for it): that piece or signal of that
-//     epoch is here data
+//     SlotControl        the owner's counters
+//     credits [P]        u64, written by peer p: it has read that epoch of its own slot, so this rank may
+//                        write the next there
+//     flags [P][flags]   u64, written by peer p (or for it, around rings): that piece or signal of that
+//                        epoch is here
+//     data
 #pragma once
 
 #include "cuda/compat.h"
@@ -22,12 +23,12 @@ struct alignas(128) WorkspaceHeader {
 
 constexpr int64_t kHeaderBytes = sizeof(WorkspaceHeader);
 
-// Local to its owner. Epochs count how often a slot was used: the device counts, so that a captured graph
-// can be replayed.
+// Local to its owner. An epoch counts the uses of a slot. The device counts, so a captured graph can be
+// replayed.
 struct SlotControl {
   uint64_t epochs;  // flights that ended here
-  uint64_t puts;    // flights whose puts into the others' slots have ended; they run ahead of the flights
-  uint32_t ticket;  // of a flight's blocks
+  uint64_t puts;    // flights whose puts into others' slots have ended; ahead of `epochs`
+  uint32_t ticket;  // blocks of a flight that have ended
   uint32_t unused[27];
 };
 static_assert(sizeof(SlotControl) == 128);
@@ -53,7 +54,7 @@ struct WorkspaceLayout {
 struct Group {
   WorkspaceLayout layout;
   int32_t rank, slot, op;
-  int32_t pieces;  // of each rank's rows in a gather
+  int32_t pieces;  // pieces of each rank's rows in a gather
   uint64_t deadline_ns;
   unsigned char* bases[PYRUNTIME_MOST_RANKS];
 
@@ -64,7 +65,7 @@ struct Group {
   PYRUNTIME_HOST_DEVICE SlotControl& control() const {
     return *reinterpret_cast<SlotControl*>(slot_of(rank));
   }
-  // In `owner`'s slot, written by `writer`.
+  // credit(), flag(): in `owner`'s slot, written by `writer`.
   PYRUNTIME_HOST_DEVICE uint64_t* credit(int owner, int writer) const {
     return reinterpret_cast<uint64_t*>(slot_of(owner) + layout.credits_at()) + writer;
   }
@@ -87,8 +88,8 @@ PYRUNTIME_DEVICE bool has_failed(const Group& group) {
   return device::load_acquire_system(&group.header(group.rank).stopped_by) != 0;
 }
 
-// The first failure of this rank is its cause. All ranks are told to stop, this one last: its other streams
-// go on to their copies as soon as they know.
+// Records the cause, which is this rank's first failure, and tells all ranks to stop. This rank is told last:
+// its other streams proceed to their copies as soon as they know.
 PYRUNTIME_DEVICE void record_failure(const Group& group, int peer, int chunk, uint64_t expected,
                                      uint64_t seen) {
   PyruntimeFailure& failure = group.header(group.rank).failure;
@@ -110,9 +111,9 @@ PYRUNTIME_DEVICE void record_failure(const Group& group, int peer, int chunk, ui
   }
 }
 
-// A copy engine cannot be told to stop, so a copy into `peer` follows a failed wait too. Before it the peer
-// is told, whoever failed and whether or not that rank's record is complete: who is not told reads nothing
-// spoilt. And so is this rank, which then raises no flag behind the copy.
+// Tells `peer` to stop before a copy into its slot. A copy engine cannot be stopped, so the copy follows even
+// a failed wait. The peer is told whichever rank failed, and even if that rank's record is incomplete, so
+// that it does not read spoilt data. This rank is told too, and then raises no flag behind the copy.
 PYRUNTIME_DEVICE void stop_before_copy(const Group& group, int peer) {
   uint64_t by = device::load_acquire_system(&group.header(group.rank).stopped_by);
   if (by == 0) by = group.rank + 1;
@@ -120,15 +121,15 @@ PYRUNTIME_DEVICE void stop_before_copy(const Group& group, int peer) {
   device::store_release_system(&group.header(group.rank).stopped_by, by);
 }
 
-// Waits until *flag >= expected. False when that took longer than the deadline, or something else failed: the
-// caller must write nothing more.
+// Waits until *flag >= expected. Returns false after the deadline or another failure: the caller must then
+// write nothing more.
 PYRUNTIME_DEVICE bool wait_for(const Group& group, const uint64_t* flag, uint64_t expected, int peer,
                                int chunk) {
   if (device::load_acquire_system(flag) >= expected) return !has_failed(group);
   const uint64_t start = device::global_time_ns();
   for (;;) {
     device::nap();
-    // The clock is read before the flag: a thread that slept past its deadline still looks once more.
+    // The clock is read before the flag, so a thread that slept past its deadline still checks once more.
     const uint64_t waited = device::global_time_ns() - start;
     const uint64_t seen = device::load_acquire_system(flag);
     if (seen >= expected) return !has_failed(group);
@@ -140,16 +141,16 @@ PYRUNTIME_DEVICE bool wait_for(const Group& group, const uint64_t* flag, uint64_
   }
 }
 
-constexpr int kCredit = -1;  // in place of a chunk: leave to write
+constexpr int kCredit = -1;  // in place of a chunk: the credit to write
 
-// Leave to write epoch `epoch` into the peer's slot.
+// Waits for the credit to write epoch `epoch` into the peer's slot.
 PYRUNTIME_DEVICE bool wait_for_credit(const Group& group, int peer, uint64_t epoch) {
   return wait_for(group, group.credit(group.rank, peer), epoch - 1, peer, kCredit);
 }
 
 // ---- ending ----
 
-// Tells the peers that this rank has read all of the slot, and counts the epoch.
+// Tells the peers that this rank has read the whole slot, and counts the epoch.
 PYRUNTIME_DEVICE void close_slot(const Group& group, uint64_t epoch) {
   group.control().epochs = epoch;
   for (int step = 1; step < group.world_size(); ++step) {
@@ -158,21 +159,20 @@ PYRUNTIME_DEVICE void close_slot(const Group& group, uint64_t epoch) {
   }
 }
 
-// By one thread of every block of a flight, when all threads of the block are done. The block that ends last
-// closes the slot, and its ticket is zero again. What failed stays open for good: a peer that was told to go
-// on could write over what is still being read.
+// Called by one thread of every block of a flight after all threads of the block. The last block closes the
+// slot and resets the ticket. After a failure the slot stays open for good: a peer that proceeded could
+// overwrite what is still being read.
 PYRUNTIME_DEVICE void end_block(const Group& group, uint64_t epoch) {
   uint32_t& ticket = group.control().ticket;
   device::fence_device();
-  // Not by atomicInc(): GPUs of AMD drop what is not an addition or an exchange, in memory that others may
-  // write.
+  // Not atomicInc(): on memory that others may write, AMD GPUs drop all but additions and exchanges.
   const bool last = atomicAdd(&ticket, 1) == gridDim.x - 1;
   if (last) ticket = 0;
   device::fence_device();
   if (last && !has_failed(group)) close_slot(group, epoch);
 }
 
-// By all threads of all blocks of a flight.
+// Called by all threads of all blocks of a flight.
 PYRUNTIME_DEVICE void end_flight(const Group& group, uint64_t epoch) {
   device::publishing_barrier();
   if (threadIdx.x == 0) end_block(group, epoch);

@@ -1,5 +1,5 @@
-// Which tiles a GEMM is quickest with: a model of the time, and nothing but a rule of the sizes and of the
-// number of blocks that run at one time, so every size has an answer and ranks with equal devices and sizes
+// Chooses the fastest tiles for a GEMM by a model of the time, which depends only on the sizes and on the
+// number of blocks that run at one time. So every size has an answer, and ranks with equal devices and sizes
 // choose alike.
 #pragma once
 
@@ -7,12 +7,12 @@
 
 namespace pyruntime::sm90 {
 
-// Time in steps: what a block of large tiles takes for 64 elements of k.
+// Time in steps. A step is the time that a block of large tiles takes for 64 elements of k.
 struct TileCosts {
-  double step, rest;  // `rest`: of a tile, what no other work hides
+  double step, rest;  // `rest`: time of a tile that no other work hides
 };
 
-// A small tile is half the work. It takes more than half the time, because it reads 1.5 times as much for it.
+// A small tile is half the work but takes more than half the time, because it reads 1.5 times as much for it.
 // Estimated from the widths of shared memory and L2.
 constexpr TileCosts kSmallCosts{0.58, 2.0};
 constexpr TileCosts kLargeCosts{1.0, 3.0};
@@ -30,7 +30,7 @@ double estimated_time(const TileCosts& costs, int64_t chunk_rows, int64_t m, int
          (costs.step * static_cast<double>(pieces(k, kDepth)) + costs.rest);
 }
 
-// `chunk_rows`: of one rank.
+// chunk_rows: the rows of one rank.
 inline int32_t choose_tiles(int64_t chunk_rows, int64_t m, int64_t n, int64_t k, int blocks) {
   if (chunk_rows < 1 || m < 1 || n < 1) return PYRUNTIME_TILES_SMALL;
   const double small = estimated_time<SmallTiles>(kSmallCosts, chunk_rows, m, n, k, blocks);

@@ -1,24 +1,24 @@
-// The kernel's parameter, its shared memory, and the barriers at which its four kinds of warps meet.
+// The kernel's parameter, its shared memory, and the barriers at which its four kinds of warps meet:
 //
 //   watcher      1 warp   waits for the rows of A of a gather, a tile ahead of the loader
-//   loader       1 warp   brings A and B into shared memory, by TMA
+//   loader       1 warp   loads A and B into shared memory, by TMA
 //   multipliers  8 warps  two warpgroups with half of the tile each, 64 rows: wgmma. They stage the rounded
-//                         result, and sum own tiles of a scatter with what the other ranks have sent
-//   mover        1 warp   brings staged results to where they belong, by TMA, and signals them; waits for
-//                         other ranks on behalf of the multipliers, which go on with the next tile meanwhile
+//                         result, and sum own tiles of a scatter with the other ranks' parts
+//   mover        1 warp   stores staged results at their destination, by TMA, and signals them; waits for
+//                         other ranks, while the multipliers continue with the next tile
 //
-// Loader and multipliers meet in CUTLASS's pipeline; the others in turn, tile by tile, at
+// Loader and multipliers meet in CUTLASS's pipeline. The others meet at these barriers, once for each tile:
 //
 //   kRows    watcher and loader: the tile's rows of A are here
 //
-// and, a half after the other, because there is room for one of them to be staged, at
+// and once for each half of a tile, one half after the other, because there is room to stage only one:
 //
-//   kFree    mover and one warpgroup: what was staged before has been read
+//   kFree    mover and one warpgroup: the half staged before has been read
 //   kParts   mover and that warpgroup: the others' parts of this half of an own tile of a scatter are here
-//   kStaged  that warpgroup and the mover: the half is staged, or, of an own tile, summed
+//   kStaged  that warpgroup and the mover: the half is staged, or, for an own tile, summed
 //
-// So one warpgroup is behind the other by what it takes to stage a half and to read it again, and multiplies
-// alone while the other one rounds: the tensor cores do not wait for either.
+// So one warpgroup runs behind the other by the time to stage a half and read it again. Each has the tensor
+// cores to itself while the other rounds.
 #pragma once
 
 #include <cuda.h>
@@ -35,14 +35,14 @@ constexpr int kWarpgroup = 128;
 constexpr int kMultipliers = 2 * kWarpgroup;
 constexpr int kThreads = kWarpgroup + kMultipliers;
 
-// There are eight for us (CUTLASS has the others). From kFree on there is one for each half.
+// We have eight barriers (CUTLASS has the others). From kFree on there is one for each half.
 enum Barrier : uint32_t { kRows, kEnd, kFree, kStaged = kFree + 2, kParts = kStaged + 2 };
 
 PYRUNTIME_DEVICE Barrier of_half(Barrier barrier, int half) {
   return static_cast<Barrier>(barrier + half);
 }
 
-// Barriers of hardware: the number says how many threads come, arriving or waiting.
+// Hardware barriers; `threads` counts all threads that come, arriving or waiting.
 PYRUNTIME_DEVICE void arrive(Barrier barrier, int threads) {
   cutlass::arch::NamedBarrier::arrive(threads, barrier);
 }
@@ -65,8 +65,8 @@ struct CutlassElement<portable::Fp16> {
   using type = cutlass::half_t;
 };
 
-// CUTLASS's way to bring operands into shared memory and to multiply them. Its names of layouts are those of
-// BLAS: "column-major" is contiguous in m of A, and in k of B.
+// CUTLASS's types for loading operands into shared memory and multiplying them. Its layouts are named as in
+// BLAS: "column-major" is contiguous in m for A, and in k for B.
 template <class Config, class T, int kLayout>
 struct Types {
   using Element = typename CutlassElement<T>::type;
@@ -88,10 +88,9 @@ struct Gemm {
   using Element = T;
   using Types = sm90::Types<Config, T, kLayout>;
 
-  typename Types::Mainloop::Params own;     // A as it lies at matmul.a, and B
-  typename Types::Mainloop::Params others;  // kGather: A as it lies in the slot, and B
-  // Where the results of each owner's rows go: a matrix of exactly those rows and columns, beyond whose ends
-  // TMA writes nothing.
+  typename Types::Mainloop::Params own;     // A at matmul.a, and B
+  typename Types::Mainloop::Params others;  // kGather: A in the slot, and B
+  // The destination of each owner's rows: a matrix of exactly these; TMA writes nothing beyond.
   CUtensorMap results[PYRUNTIME_MOST_RANKS];
 
   Work work;
@@ -103,7 +102,7 @@ struct Gemm {
   int64_t ldc, part_elements, part_pitch;
 
   PYRUNTIME_DEVICE int steps() const { return (k + kDepth - 1) / kDepth; }
-  // Summed here with the parts of others.
+  // Whether the tile is summed here with the others' parts.
   PYRUNTIME_DEVICE bool is_summed(const Tile& tile) const {
     return work == Work::kScatter && tile.chunk.owner == group.rank;
   }
@@ -116,16 +115,16 @@ struct SharedMemory {
   alignas(1024) typename Types::Mainloop::TensorStorage operands;
   alignas(1024) unsigned char result[Gemm::Config::kResultBytes];
   typename Types::Mainloop::PipelineStorage pipeline;
-  // Set for good when a wait has failed: what is staged from now on may be nonsense and goes nowhere. The
-  // watcher sets it before the loader begins such a tile, the mover before kParts; who must know has met them
-  // since.
+  // Set for good after a failed wait: what is staged from then on may be invalid and is not stored. The
+  // watcher sets it before the loader begins such a tile, the mover before kParts. Every reader has met the
+  // writer at a barrier since.
   uint32_t stopped;
 
   PYRUNTIME_DEVICE void stop() { *static_cast<volatile uint32_t*>(&stopped) = 1; }
   PYRUNTIME_DEVICE bool is_stopped() const { return *static_cast<const volatile uint32_t*>(&stopped) != 0; }
 };
 
-// Every warp visits all tiles of its block, in the same order.
+// Calls visit(tile) for all tiles of the block, in the same order in every warp.
 template <class Gemm, class Visit>
 PYRUNTIME_DEVICE void for_each_tile(const Gemm& gemm, int block_in_cluster, const Visit& visit) {
   using Config = typename Gemm::Config;

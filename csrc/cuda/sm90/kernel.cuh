@@ -1,4 +1,4 @@
-// The kernel: four kinds of warps, each in its own branch, because each has its own share of registers.
+// The kernel: four kinds of warps, each in a branch of its own, because each has its own share of registers.
 #pragma once
 
 #include "cutlass/arch/reg_reconfig.h"
@@ -8,7 +8,7 @@
 
 namespace pyruntime::sm90 {
 
-// A multiprocessor has 65536 registers: 128 threads with 40, 256 with 232. Multipliers hold 128 sums each.
+// A multiprocessor has 65536 registers: 128 threads take 40 each, 256 take 232. Each multiplier has 128 sums.
 constexpr int kFewRegisters = 40;
 constexpr int kManyRegisters = 232;
 
@@ -31,11 +31,11 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
   params.role = warpgroup == 0 ? Pipeline::ThreadCategory::Producer : Pipeline::ThreadCategory::Consumer;
   params.is_leader = threadIdx.x % kWarpgroup == 0;
   params.num_consumers = kMultipliers;
-  // Launched in a row, whatever the shape: by it, CUTLASS tells to whom a stage is given back, and in either
-  // shape that is every block.
+  // Always a row, whatever the cluster's shape: CUTLASS derives from it which blocks must free a stage, and
+  // in either shape that is every block.
   Pipeline pipeline(shared.pipeline, params,
                     cute::Shape<cute::Int<Gemm::Config::kCluster>, cute::_1, cute::_1>{});
-  // The barriers are made before anybody, in either block of the cluster, arrives at them.
+  // The barriers must be initialized before any thread of either block of the cluster arrives.
   __syncthreads();
   if constexpr (Gemm::Config::kCluster > 1) {
     cute::cluster_arrive_relaxed();
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
       watch_tiles(gemm, shared, block);
     } else if (warp == 2) {
       move_tiles(gemm, shared, block);
-      wait(kEnd, kAllButWatcher);  // nobody of this block reads the slot any more
+      wait(kEnd, kAllButWatcher);  // no thread of this block reads the slot any more
       if (gemm.work == Work::kScatter && threadIdx.x % 32 == 0) {
         portable::end_block(gemm.group, gemm.epoch());
       }

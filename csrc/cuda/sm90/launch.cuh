@@ -1,4 +1,4 @@
-// How an instance is launched: tensor maps for TMA, a grid that is resident as a whole, in clusters.
+// Launches an instance: tensor maps for TMA, and a grid of clusters that is resident as a whole.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace pyruntime::sm90 {
 
-// CuTe's stride of a matrix whose rows or columns lie `pitch` apart.
+// Returns CuTe's stride of a matrix whose rows or columns are `pitch` apart.
 template <class Stride>
 Stride stride_of(int64_t pitch) {
   if constexpr (cute::is_constant<1, decltype(cute::get<0>(Stride{}))>::value) {
@@ -34,7 +34,7 @@ typename Mainloop::Params operands(const void* a, int64_t rows, int64_t lda, con
   return Mainloop::to_underlying_arguments(shape, arguments, nullptr);
 }
 
-// Where the results of each chunk go.
+// Maps the destination of each chunk's results.
 template <class Gemm>
 void map_results(Gemm& gemm, const Problem& problem) {
   using T = typename Gemm::Element;
@@ -50,11 +50,11 @@ void map_results(Gemm& gemm, const Problem& problem) {
   }
 }
 
-// Clusters of `kernel` that run at one time where its stream does. What a stream may use of the device is its
-// context's: a green context has a part of the multiprocessors, MPS a percentage of them. The number of a
-// stream stands for that, because no stream ever changes its context and no number comes a second time. All
-// else that the answer depends on is the same for each instance. The driver is asked once a stream, since its
-// answer takes longer than a launch.
+// Returns the clusters of `kernel` that run at one time on its stream. The stream's context decides how much
+// of the device it may use: a green context has some of the multiprocessors, MPS a percentage of them. The
+// stream's id identifies the context, because a stream never changes its context and ids are never reused.
+// Everything else is the same for each instance. The driver is asked once per stream, because its answer
+// takes longer than a launch.
 template <class Gemm>
 int resident_clusters(void (*kernel)(Gemm), const cudaLaunchConfig_t& config) {
   static std::mutex mutex;
@@ -76,7 +76,8 @@ int resident_clusters(void (*kernel)(Gemm), const cudaLaunchConfig_t& config) {
   return known[{device, stream}] = clusters;
 }
 
-// A grid that is resident as a whole, because its blocks wait for other ranks; at least one cluster.
+// Returns the clusters of a grid that is resident as a whole, because its blocks wait for others; at least
+// one.
 template <class Config>
 int clusters_of_grid(int resident, const Problem& problem) {
   int blocks = resident * Config::kCluster - problem.matmul.spare_blocks;
@@ -91,7 +92,7 @@ void launch(const Problem& problem, void* stream) {
   using Mainloop = typename Gemm::Types::Mainloop;
   const PyruntimeMatmul& matmul = problem.matmul;
   Gemm gemm{};
-  // A rank without rows of its own still needs a map that is valid.
+  // A rank without own rows still needs a valid map.
   const bool gathers = problem.work == Work::kGather;
   const int64_t pitch = portable::padded_width(matmul.k);
   const void* gathered = gathers ? problem.group.data<T>(problem.group.rank) : nullptr;

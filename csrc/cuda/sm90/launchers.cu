@@ -17,7 +17,7 @@ constexpr bool kBuilt = true;
 constexpr bool kBuilt = false;
 #endif
 
-// Not wrong, but left to the portable kernel.
+// A valid call that is left to the portable kernel.
 struct Refusal : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -53,7 +53,7 @@ void check_that_they_are_built() {
   refuse_unless(kBuilt, "this library was built without kernels for compute capability 9.0.");
 }
 
-// The device is asked last, so that all else is said without one.
+// Asks the device last, so that all other reasons are given even without one.
 void check_that_it_is_for_hopper(const PyruntimeMatmul& matmul, int64_t rows_of_a, bool writes_c_by_tma) {
   check_that_they_are_built();
   const bool is_empty = matmul.m == 0 || matmul.n == 0 || matmul.k == 0;
@@ -64,7 +64,7 @@ void check_that_it_is_for_hopper(const PyruntimeMatmul& matmul, int64_t rows_of_
   check_that_device_is_hopper();
 }
 
-// A launcher whose body may refuse. What is wrong all the same has its own code, from guarded().
+// Runs a launcher whose body may refuse. Invalid arguments still get their own code, from guarded().
 template <class Body>
 int offered(const char* op, const Body& body) {
   std::string why;
@@ -90,7 +90,7 @@ void launch_layout(const Problem& problem, void* stream) {
 #endif
 }
 
-// `order`: of the chunks.
+// order: the chunks in the order of their visits.
 void launch_tiles(Problem& problem, const std::vector<Chunk>& order, void* stream) {
   const auto with = [&](auto config) {
     using Config = decltype(config);
@@ -128,7 +128,7 @@ int pyruntime_sm90_all_gather_matmul(const PyruntimeGroup* group, const Pyruntim
     problem.group = view;
     problem.matmul = *matmul;
     problem.rows_of_a = plan.own().rows;
-    // Room for the waits and signals of this rank's own puts, as beside the portable kernel.
+    // Leaves room for the waits and signals of this rank's own puts, as the portable kernel does.
     if (view.world_size() > 1 && matmul->spare_blocks == 0) problem.matmul.spare_blocks = 1;
     launch_tiles(problem, plan.gather_order(), stream);
   });

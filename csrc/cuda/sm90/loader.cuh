@@ -1,5 +1,5 @@
-// The loader: one warp that brings A and B into shared memory; and the watcher, one that waits for rows which
-// are still on their way.
+// The loader, one warp that loads A and B into shared memory, and the watcher, one that waits for rows that
+// have not yet arrived.
 #pragma once
 
 #include "async_proxy.cuh"
@@ -8,8 +8,7 @@
 
 namespace pyruntime::sm90 {
 
-// The watcher is a tile ahead of the loader, so that the loader need not stand still for as long as it takes
-// to look at a flag that has long been set.
+// Runs a tile ahead of the loader, so that reading a long-set flag does not stall the loader.
 template <class Gemm, class Shared>
 PYRUNTIME_DEVICE void watch_tiles(const Gemm& gemm, Shared& shared, int block) {
   if (gemm.work != Work::kGather) return;
@@ -18,13 +17,12 @@ PYRUNTIME_DEVICE void watch_tiles(const Gemm& gemm, Shared& shared, int block) {
   for_each_tile(gemm, block, [&](const Tile& tile) {
     if (elected && !portable::rows_arrived(gemm.group, tile, epoch)) shared.stop();
     __syncwarp();
-    wait(kRows, kWatcherAndLoader);  // passes on what the elected lane has acquired
+    wait(kRows, kWatcherAndLoader);  // makes visible what the elected lane has acquired
   });
 }
 
-// After a failed wait everything goes on as before, but for waits, which end at once, and for results, which
-// go nowhere: a loader that left would leave behind the other block of its cluster, which needs its half of
-// B.
+// After a failed wait the loader continues, but waits end at once and results are not stored. If it left, the
+// other block of its cluster would miss its half of B.
 template <class Gemm, class Shared, class Pipeline>
 PYRUNTIME_DEVICE void load_tiles(const Gemm& gemm, Shared& shared, Pipeline& pipeline, int block) {
   using namespace cute;
@@ -38,13 +36,13 @@ PYRUNTIME_DEVICE void load_tiles(const Gemm& gemm, Shared& shared, Pipeline& pip
     const bool is_own = tile.chunk.owner == gemm.group.rank;
     if (gathers) {
       wait(kRows, kWatcherAndLoader);
-      // Others' rows were written by ordinary stores or by a copy engine and are about to be read through the
-      // async proxy. Every lane fences, since CUTLASS chooses the one that loads.
+      // Others' rows were written by ordinary stores or a copy engine, and are now read through the async
+      // proxy. Every lane fences, because CUTLASS chooses the loading lane.
       if (!is_own) fence_async();
     }
 
-    // A tile begins at any row, because chunks do. It may reach into rows of the next chunk, which may not be
-    // there yet: their results are not kept.
+    // A tile begins at any row, because chunks do. It may reach into the next chunk's rows, which may not
+    // have arrived: their results are discarded.
     const auto& inputs = gathers && !is_own ? gemm.others : gemm.own;
     const int row = static_cast<int>(gathers && is_own ? 0 : tile.chunk.begin) + tile.row;
     const auto all = make_coord(_, _, _);
@@ -58,7 +56,8 @@ PYRUNTIME_DEVICE void load_tiles(const Gemm& gemm, Shared& shared, Pipeline& pip
                   static_cast<uint32_t>(block), shared.operands);
     state.advance(gemm.steps());
   });
-  mainloop.load_tail(pipeline, state);  // the other block of the cluster may still arrive at our barriers
+  mainloop.load_tail(pipeline,
+                     state);  // the other block of the cluster may still arrive at this block's barriers
   __syncwarp();
 }
 

@@ -1,5 +1,5 @@
-// The mover: one warp that brings staged results to where they belong and signals them, and that waits for
-// other ranks while the multipliers go on.
+// The mover: one warp that stores staged results at their destination and signals them, and that waits for
+// other ranks while the multipliers continue.
 #pragma once
 
 #include "async_proxy.cuh"
@@ -8,25 +8,25 @@
 
 namespace pyruntime::sm90 {
 
-// A result under way to its owner, whose signal is due.
+// A stored result whose signal has not been sent.
 struct UnderWay {
   bool any = false;
   int owner;
   Signals signals;
 };
 
-// By the one thread that stored the result: waits until it is written, and says so.
+// Waits until the result is written, then signals it; called by the thread that stored it.
 template <class Gemm>
 PYRUNTIME_DEVICE void settle(const Gemm& gemm, UnderWay& result, uint64_t epoch) {
   if (!result.any) return;
   result.any = false;
   wait_until_written();
   if (gemm.work != Work::kScatter) return;
-  fence_async();  // what the bulk stores wrote comes before the release
+  fence_async();  // orders the bulk stores before the release
   portable::raise_signals(gemm.group, result.owner, result.signals, epoch);
 }
 
-// Of half a tile; by one thread.
+// Stores half a tile; called by one thread.
 template <class Gemm>
 PYRUNTIME_DEVICE void store_result(const Gemm& gemm, const Tile& tile, const unsigned char* result) {
   const CUtensorMap* map = &gemm.results[tile.chunk.owner];
@@ -39,7 +39,7 @@ PYRUNTIME_DEVICE void store_result(const Gemm& gemm, const Tile& tile, const uns
   cute::tma_store_arrive();
 }
 
-// Waits, a lane a peer, for the parts of half an own tile. False: stop.
+// Waits for the parts of half an own tile, each lane for its peers. False: stop.
 template <class Gemm>
 PYRUNTIME_DEVICE bool parts_are_here(const Gemm& gemm, const Tile& tile, uint64_t epoch) {
   const Group& group = gemm.group;
@@ -55,9 +55,9 @@ PYRUNTIME_DEVICE bool parts_are_here(const Gemm& gemm, const Tile& tile, uint64_
   return __all_sync(0xffffffffu, here);
 }
 
-// Leave to write the tile into its owner's slot; by one thread. `granted` remembers whose leave it has, which
-// comes long before the result is there if the owner is not late, and then holds for all of the owner's
-// tiles.
+// Waits for the credit to write the tile into its owner's slot; called by one thread. `granted` remembers
+// whose credit has come: it then holds for all of that owner's tiles. Unless the owner is late, it comes long
+// before the result.
 template <class Gemm>
 PYRUNTIME_DEVICE bool may_write(const Gemm& gemm, const Tile& tile, uint64_t epoch, int& granted) {
   if (tile.rows == 0 || tile.columns == 0) return false;
@@ -74,16 +74,16 @@ PYRUNTIME_DEVICE void move_tiles(const Gemm& gemm, Shared& shared, int block) {
   using Config = typename Gemm::Config;
   const uint64_t epoch = gemm.epoch();
   const bool elected = threadIdx.x % 32 == 0;
-  UnderWay under_way;  // this and `granted`: of the elected lane
+  UnderWay under_way;  // this and `granted` belong to the elected lane
   int granted = -1;
 
   for_each_tile(gemm, block, [&](const Tile& tile) {
-    // This warp comes to kFree of a half again only after kStaged of that half, to which its warpgroup comes
-    // after kFree: nobody comes to a barrier twice before the others come once.
+    // No thread comes to a barrier twice before the others come once: this warp reaches kFree of a half again
+    // only after kStaged of that half, which its warpgroup reaches after kFree.
     arrive(of_half(kFree, 0), kHalfAndMover);
-    // Before this warp waits for other ranks, it has signalled all that they may wait for. Between the halves
-    // of a tile it waits for its own block alone; parts, for which tiles of others must have been signalled,
-    // are waited for in tiles of which nothing is signalled.
+    // Before this warp waits for other ranks, it has signalled everything that they may wait for. Between the
+    // halves of a tile it waits only for its own block. Before it waits for parts it must have signalled its
+    // tiles for others; so it does that only in own tiles, which have no signals.
     if (elected) settle(gemm, under_way, epoch);
     __syncwarp();
     const bool sums = gemm.is_summed(tile);
@@ -94,12 +94,12 @@ PYRUNTIME_DEVICE void move_tiles(const Gemm& gemm, Shared& shared, int block) {
       if (half > 0) arrive(of_half(kFree, half), kHalfAndMover);
       if (sums) {
         if (!parts_are_here(gemm, part, epoch)) shared.stop();
-        wait(of_half(kParts, half), kHalfAndMover);  // passes on what the lanes have acquired
+        wait(of_half(kParts, half), kHalfAndMover);  // makes visible what the lanes have acquired
       }
       wait(of_half(kStaged, half), kHalfAndMover);
       if (moves && part.rows > 0 && !shared.is_stopped()) {
         store_result(gemm, part, shared.result);
-        // Of both halves: in a scatter nobody but this warp stops, and not between them.
+        // The signals of both halves: in a scatter only this warp stops, and not between them.
         under_way = {true, tile.chunk.owner, signals_of(tile, gemm.n)};
         wait_until_read();  // before the other half is staged in its place
       }

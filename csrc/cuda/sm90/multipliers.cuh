@@ -1,5 +1,5 @@
 // The multipliers: two warpgroups that keep the tensor cores busy, stage rounded results in shared memory,
-// and sum the own tiles of a scatter.
+// and sum own tiles of a scatter.
 #pragma once
 
 #include "async_proxy.cuh"
@@ -34,7 +34,7 @@ PYRUNTIME_DEVICE void stage_result(const Sums& sums, unsigned char* result, int 
   }
 }
 
-// C = the staged part of this rank and those of the others, of one warpgroup's half of a tile.
+// C = this rank's staged part plus the others' parts, for one warpgroup's half of a tile.
 template <class Gemm>
 PYRUNTIME_DEVICE void sum_tile(const Gemm& gemm, const Tile& tile, const unsigned char* result, int thread) {
   using T = typename Gemm::Element;
@@ -69,19 +69,19 @@ PYRUNTIME_DEVICE void multiply_tiles(const Gemm& gemm, Shared& shared, Pipeline&
     mainloop.mma_tail(pipeline, state, gemm.steps());
     state.advance(gemm.steps());
 
-    // For the mover, which has had read what the other warpgroup staged; and for each other, since all
-    // threads of this one have done with what they staged before.
+    // Waits for the mover, after whose read the other warpgroup's half may be overwritten, and for this
+    // warpgroup's threads, which have finished with their earlier half.
     wait(of_half(kFree, half), kHalfAndMover);
     const bool early = gemm.bias != nullptr && gemm.work != Work::kScatter;
     stage_result<Config>(sums, shared.result, in_half, early ? gemm.bias + tile.column : nullptr,
                          tile.columns);
     if (gemm.is_summed(tile)) {
-      wait(of_half(kParts, half), kHalfAndMover);  // also: the threads of this warpgroup have staged
+      wait(of_half(kParts, half), kHalfAndMover);  // also: all threads of this warpgroup have staged
       if (!shared.is_stopped()) sum_tile(gemm, half_of(tile, half), shared.result, in_half);
     } else {
       fence_async_shared();
     }
-    // From here on the staged half is the mover's, and then the other warpgroup's.
+    // From here on the staged memory belongs to the mover, then to the other warpgroup.
     arrive(of_half(kStaged, half), kHalfAndMover);
   });
 }

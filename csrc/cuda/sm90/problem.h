@@ -1,5 +1,4 @@
-// What launchers hand to launch(): a GEMM, its tiles and its group, checked. Nothing of CUTLASS, which
-// takes long to read.
+// The argument of launch(): a checked GEMM, its tiles and its group. Without CUTLASS, which compiles slowly.
 #pragma once
 
 #include "cuda/portable/workspace.cuh"
@@ -16,11 +15,11 @@ struct Problem {
   Group group;
   TileSchedule units;
   PyruntimeMatmul matmul;
-  int64_t rows_of_a;                  // that lie at matmul.a
-  int64_t part_elements, part_pitch;  // kScatter: of one rank's part in a slot, and from row to row of it
+  int64_t rows_of_a;                  // rows at matmul.a
+  int64_t part_elements, part_pitch;  // kScatter: elements of one rank's part in a slot, and of its rows
 };
 
-// A kernel's instance; compiled by instances.cu.
+// Launches a kernel's instance; compiled by instances.cu.
 template <class Config, class T, int kLayout>
 void launch(const Problem& problem, void* stream);
 

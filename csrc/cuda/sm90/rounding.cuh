@@ -1,5 +1,4 @@
-// Two sums rounded to 16 bits each, bit for bit as portable/numbers.cuh rounds them, by the instruction that
-// rounds two.
+// Rounds two sums to 16 bits each by the instruction for pairs, bit for bit as portable/numbers.cuh does.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,7 +14,7 @@ template <>
 PYRUNTIME_DEVICE uint32_t round_pair<portable::Bf16>(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  // The instruction makes 0x7fff of a NaN.
+  // The instruction turns NaN into 0x7fff.
   __nv_bfloat162 values;
   memcpy(&values, &pair, sizeof(pair));
   const uint32_t nans = __hneu2_mask(values, values);

@@ -7,7 +7,7 @@
 
 namespace {
 
-// The driver's function by way of the runtime, so that the library links without a driver.
+// Finds the driver's function through the runtime, so that the library links without a driver.
 PFN_cuTensorMapEncodeTiled_v12000 encoder() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};
@@ -19,7 +19,7 @@ PFN_cuTensorMapEncodeTiled_v12000 encoder() {
   return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
 }
 
-// [128, 64] for { 64, 128 }, which is how TMA counts: the innermost first.
+// Formats { 64, 128 } as [128, 64]: TMA counts the innermost dimension first.
 template <class Number>
 std::string sizes_of(const Number* sizes, uint32_t count) {
   std::ostringstream text;
@@ -30,9 +30,9 @@ std::string sizes_of(const Number* sizes, uint32_t count) {
 
 }  // namespace
 
-// The one way by which tensor maps are made here: CUTLASS's calls of the driver come here too, by
-// CUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL (tools/build_sm90.py), because by itself it would print what the
-// driver refuses and launch with a map of zeros. Hidden, so that nobody else takes it for the driver's.
+// Makes all tensor maps. CUTLASS's driver calls come here too, through CUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL
+// (tools/build_sm90.py): CUTLASS alone would print the driver's error and launch with a map of zeros. Hidden,
+// so that no other library takes it for the driver's.
 extern "C" __attribute__((visibility("hidden"))) CUresult
 cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* start,
                        const cuuint64_t* sizes, const cuuint64_t* pitches, const cuuint32_t* box,
@@ -42,7 +42,7 @@ cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ra
   const CUresult result =
       encode(map, type, rank, start, sizes, pitches, box, steps, interleave, swizzle, promotion, fill);
   if (result == CUDA_SUCCESS) return result;
-  // Codes of driver and runtime are the same.
+  // The driver and the runtime have the same codes.
   std::ostringstream sentence;
   sentence << "the driver refuses a tensor map with " << cudaGetErrorName(static_cast<cudaError_t>(result))
            << " (" << result << "): " << sizes_of(sizes, rank) << " elements at " << start << ", "

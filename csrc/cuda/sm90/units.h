@@ -1,6 +1,6 @@
-// What a cluster of blocks multiplies at a time, and which part of it each block has. A block's tile is 128
-// rows high. Blocks that lie below each other share the columns of B, blocks side by side the rows of A: each
-// fetches a part of what they share for all.
+// The unit that a cluster of blocks multiplies at a time, and each block's tile of it, 128 rows high. Blocks
+// below each other share the columns of B, blocks side by side the rows of A; each fetches a part of what
+// they share for all.
 #pragma once
 
 #include "cuda/portable/gemm/tiles.h"
@@ -13,9 +13,8 @@ using portable::Tile;
 using portable::TileSchedule;
 
 constexpr int kBlockRows = 128;
-constexpr int kHalfRows = 64;  // of a warpgroup
-constexpr int kDepth =
-    64;  // of a stage, in elements of k: 128 bytes, which is what shared memory is swizzled by
+constexpr int kHalfRows = 64;  // rows of a warpgroup
+constexpr int kDepth = 64;     // elements of k in a stage: 128 bytes, the swizzle width of shared memory
 
 template <int kColumns, int kBlocksDown, int kBlocksAcross, int kPipeline>
 struct Tiles {
@@ -30,13 +29,13 @@ struct Tiles {
   static constexpr int kResultBytes = kHalfRows * kColumns * 2;
 };
 
-// Shared memory of 227 KB holds the stages and half of a result beside them. In pairs large tiles read two
-// thirds, and small ones three quarters, of what they would read from L2 alone. Small ones lie side by side,
-// since they are for few rows: where a chunk has no more than 128, a block below would have none.
+// 227 KB of shared memory fit the stages and half of a result. In pairs, large tiles read two thirds, and
+// small ones three quarters, of what single blocks would read from L2. Small ones are side by side, because
+// they are for few rows: below a chunk of at most 128 rows a second block would have none.
 using SmallTiles = Tiles<128, 1, 2, 6>;
 using LargeTiles = Tiles<256, 2, 1, 4>;
 
-// That run at one time where so many blocks do; at least one.
+// Returns the clusters that run at one time if so many blocks do; at least one.
 constexpr int clusters_of(int blocks, int blocks_of_cluster) {
   return blocks < blocks_of_cluster ? 1 : blocks / blocks_of_cluster;
 }
@@ -46,9 +45,9 @@ TileSchedule make_units(const std::vector<Chunk>& order, int64_t columns) {
   return portable::make_schedule(order, columns, Config::kUnitRows, Config::kUnitColumns);
 }
 
-// The tile of one block of the cluster. It has no rows where the chunk ends above it, and no columns where
-// the GEMM ends before it. Such a block still fetches its share of what the blocks share, so it waits for
-// the rows that it has, as the others do.
+// Returns the tile of one block of the cluster. It has no rows if the chunk ends above it, and no columns if
+// the GEMM ends before it. Such a block still fetches its share of the shared operand, so it waits for its
+// rows like the others.
 template <class Config>
 PYRUNTIME_HOST_DEVICE Tile tile_of_block(const Tile& unit, int block) {
   const auto cut = [](int size, int most) { return size < 0 ? 0 : size > most ? most : size; };
@@ -61,7 +60,7 @@ PYRUNTIME_HOST_DEVICE Tile tile_of_block(const Tile& unit, int block) {
   return tile;
 }
 
-// Of a block's tile, the rows of one warpgroup; there may be none.
+// Returns one warpgroup's rows of a block's tile; there may be none.
 PYRUNTIME_HOST_DEVICE Tile half_of(const Tile& tile, int half) {
   Tile part = tile;
   const int left = tile.rows - half * kHalfRows;

@@ -1,9 +1,9 @@
-// SwiGLU, rotary embedding and cross-entropy by the device kernels (csrc/cuda/portable): what their ops are
-// on CUDA. float64, which the kernels do not have, and every dtype where the kernels are not built, goes to
-// the composites of ATen's operations.
+// SwiGLU, rotary embedding and cross-entropy on CUDA, by the device kernels (csrc/cuda/portable). The kernels
+// have no float64: it goes to composites of ATen's operations, and so does every dtype if the kernels are not
+// built.
 //
-// The kernels go by where a tensor lies: tests call what is registered for CUDA with tensors of the CPU, for
-// which the host dialect of the kernels is loaded.
+// A tensor's device chooses the kernels: tests call the functions registered for CUDA with CPU tensors, for
+// which the kernels' host dialect is loaded.
 #include <ATen/Functions.h>
 
 #include "cpu/layers/common.h"
@@ -19,7 +19,7 @@ namespace {
 using at::Tensor;
 using layers::Heads;
 
-// Of the rows of a matrix; of a single row torch may say anything.
+// The distance between a matrix's rows; for a single row torch's stride may be anything.
 int64_t pitch_of(const Tensor& rows) {
   return rows.size(0) > 1 ? rows.stride(0) : rows.size(1);
 }
@@ -39,7 +39,7 @@ void check_on(const char* op, const Tensor& first, std::initializer_list<Tensor>
 
 // ---- SwiGLU ----
 
-// [..., columns] as rows that the kernels take by their pitch; copied where they do not lie so.
+// [..., columns] as rows that the kernels take by their pitch; copied if they do not have one.
 Tensor as_rows(const Tensor& x) {
   if (x.dim() == 2 && x.stride(1) == 1 && x.stride(0) >= x.size(1)) return x;
   return x.contiguous().view({-1, x.size(-1)});
@@ -84,7 +84,7 @@ Tensor swiglu_backward_on_device(const Tensor& grad_in, const Tensor& gate_up_in
   const Tensor gate_up = as_rows(gate_up_in), grad = as_rows(grad_in);
   PyruntimeSwiglu operands = operands_of(gate_up);
   auto* dgate = static_cast<char*>(dgate_up.mutable_data_ptr());
-  operands.y = const_cast<void*>(grad.const_data_ptr());  // which the backward only reads
+  operands.y = const_cast<void*>(grad.const_data_ptr());  // the backward only reads it
   operands.y_pitch = pitch_of(grad);
   operands.dgate = dgate;
   operands.dup = dgate + operands.features * dgate_up.element_size();
@@ -112,8 +112,8 @@ void rotate_on_device(const char* op, const Heads& from, const Heads& to, const 
   rope.batch = from[0].size(0);
   rope.positions = from[0].size(2);
   rope.head_dim = from[0].size(3);
-  // What is written first: where it shares memory that is copied on writing, it gets its own here, and what
-  // is read, which may be the same tensor, follows it.
+  // The output pointers come first: if the tensor shares memory that is copied on write, it gets its own
+  // here. Then come the inputs, which may be the same tensor.
   for (size_t part = 0; part < 3; ++part) rope.to[part] = place_of(to[part], to[part].mutable_data_ptr());
   for (size_t part = 0; part < 3; ++part) {
     rope.heads[part] = from[part].size(1);
@@ -126,7 +126,7 @@ void rotate_on_device(const char* op, const Heads& from, const Heads& to, const 
 
 // ---- cross-entropy ----
 
-// Of which the rows are contiguous; labels must live as long as what is returned.
+// The rows must be contiguous; labels must live as long as the result.
 PyruntimeLogits logits_of(const Tensor& logits, const Tensor& labels, int64_t vocab_start) {
   return {dtype_code(logits.scalar_type()),
           logits.size(0),
@@ -172,17 +172,17 @@ void write_logits_grad_on_device(const char* op, const Tensor& logits_in, const 
 }  // namespace
 
 void register_device_layers(torch::Library& m) {
-  const auto on_cuda = [&](const char* name, auto&& kernel) {
-    m.impl(name, torch::dispatch(c10::DispatchKey::CUDA, kernel));
+  const auto on_device = [&](const char* name, auto&& kernel) {
+    for (const c10::DispatchKey key : kDeviceKeys) m.impl(name, torch::dispatch(key, kernel));
   };
-  on_cuda("swiglu", swiglu_on_device);
-  on_cuda("swiglu_backward", swiglu_backward_on_device);
-  on_cuda("apply_rope_qkv", layers::apply_rope_qkv<rotate_on_device>);
-  on_cuda("rotate_qkv_", layers::rotate_qkv<rotate_on_device>);
-  on_cuda("apply_rope_qkv_backward", layers::apply_rope_qkv_backward<rotate_on_device>);
-  on_cuda("cross_entropy_stats", layers::cross_entropy_stats<write_stats_on_device>);
-  on_cuda("cross_entropy_backward", layers::cross_entropy_backward<write_logits_grad_on_device>);
-  on_cuda("cross_entropy_backward_", layers::cross_entropy_backward_in_place<write_logits_grad_on_device>);
+  on_device("swiglu", swiglu_on_device);
+  on_device("swiglu_backward", swiglu_backward_on_device);
+  on_device("apply_rope_qkv", layers::apply_rope_qkv<rotate_on_device>);
+  on_device("rotate_qkv_", layers::rotate_qkv<rotate_on_device>);
+  on_device("apply_rope_qkv_backward", layers::apply_rope_qkv_backward<rotate_on_device>);
+  on_device("cross_entropy_stats", layers::cross_entropy_stats<write_stats_on_device>);
+  on_device("cross_entropy_backward", layers::cross_entropy_backward<write_logits_grad_on_device>);
+  on_device("cross_entropy_backward_", layers::cross_entropy_backward_in_place<write_logits_grad_on_device>);
 }
 
 }  // namespace pyruntime

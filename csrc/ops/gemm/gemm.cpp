@@ -12,8 +12,8 @@
 #include "ops/gemm/gemm_rule.h"
 
 namespace at::native {
-// oneDNN's matmul inside libtorch_cpu: out = alpha * a @ b + beta * out. Exported, but in no public header;
-// weak, so that a torch without it still loads, and at::mm_out serves.
+// oneDNN's matmul inside libtorch_cpu: out = alpha * a @ b + beta * out. Exported, but in no public header.
+// Weak, so that a torch without it still loads and at::mm_out is used.
 __attribute__((weak)) void mkldnn_matmul(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out,
                                          float beta, float alpha);
 }  // namespace at::native
@@ -22,9 +22,9 @@ namespace pyruntime {
 
 namespace {
 
-// Of the two GEMM libraries that torch carries, oneDNN is the faster one for fp32 too (5 to 10 % here, on Zen
-// 4), but torch gives fp32 to MKL. Below this many multiplications oneDNN's start-up outweighs its speed. A
-// fixed rule, not a measurement: results must not differ from run to run.
+// Torch has two GEMM libraries and gives fp32 to MKL, but oneDNN is faster for fp32 too (5 to 10 % on Zen 4).
+// Below this many multiplications oneDNN's start-up outweighs its speed. A fixed rule, not a measurement:
+// results must not differ from run to run.
 constexpr int64_t kOneDnnFrom = int64_t{1} << 21;
 
 // Whether torch lets oneDNN multiply here, fp32 too; elsewhere it raises. ONEDNN_MAX_CPU_ISA counts.
@@ -42,7 +42,7 @@ bool use_one_dnn(const at::Tensor& a, const at::Tensor& b) {
          a.size(0) * a.size(1) * b.size(1) >= kOneDnnFrom;
 }
 
-// Where a GEMM in this type would run without the processor's help, a hundred times slower than in fp32.
+// Whether a GEMM in this type lacks hardware support: then it is a hundred times slower than in fp32.
 bool widen(const at::Tensor& t) {
   return t.device().is_cpu() &&
          (t.scalar_type() == at::kHalf || (t.scalar_type() == at::kBFloat16 && !one_dnn_runs_here()));
@@ -75,8 +75,7 @@ bool is_one_matrix(const at::Tensor& t) {
   return t.size(0) == 1 || t.is_contiguous();
 }
 
-// Blocks smaller than this are multiplied together through a copy: many thin GEMMs cost more than moving the
-// rows.
+// Smaller blocks are copied together and multiplied at once: many thin GEMMs cost more than moving the rows.
 constexpr int64_t kThinRows = 256;
 
 void multiply_blocks(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias,
@@ -94,7 +93,7 @@ void multiply_blocks(const at::Tensor& out, const at::Tensor& a, const at::Tenso
   }
 }
 
-// Fewer rows than these do not pay for arranging what they are multiplied with.
+// With fewer rows, arranging the other operand does not pay.
 constexpr int64_t kPackedRows = 8;
 
 bool packs(Product product, const at::Tensor& right, int64_t rows, int64_t k, int64_t n) {
@@ -146,8 +145,8 @@ void WeightGradientGemm::write(const at::Tensor& out, int64_t first, bool accumu
   if (packed_x_) return packed_x_->multiply_transposed(out, *packed_dy_, first, accumulate);
   if (dy_.size(0) > 0) {
     const at::Tensor dy = dy_.narrow(1, first, out.size(0));
-    // oneDNN takes columns of a wider dY only through a copy, and what it is given is their transpose, which
-    // it copies element by element; by rows that costs less.
+    // oneDNN copies columns of a wider dY, and because it gets their transpose, it copies element by element;
+    // copying rows first costs less.
     const bool copies = dy.device().is_cpu() && !widen(dy) && !dy.t().is_contiguous();
     multiply(out, (copies ? dy.contiguous() : dy).t(), x_, {}, accumulate);
   } else if (!accumulate) {

@@ -1,10 +1,10 @@
 // GEMMs on row chunks, in the three forms that a linear layer has.
 //
-// Operands are [blocks, rows, width] as in ops/operand.h; weights are [N, K]. GEMMs are rounded once from
-// fp32 sums. They are the vendor library's, but in bf16 on CPUs where ours is known to be faster for the
-// shape (gemm_rule.h), which does not care how few rows come at once (cpu/packed_matrix.h). On a CPU fp16
-// runs in fp32, several times faster than the library's own emulation, and so does bf16 where the CPU has no
-// AVX-512, a hundred times faster.
+// Operands are [blocks, rows, width] as in ops/operand.h; weights are [N, K]. Results are rounded once from
+// fp32 sums. The vendor library computes them, except bf16 on CPUs where ours is known to be faster for the
+// shape (gemm_rule.h): ours is as fast with few rows at once (cpu/packed_matrix.h). On a CPU fp16 runs in
+// fp32, several times faster than the library's emulation. So does bf16 if the CPU has no AVX-512, a hundred
+// times faster.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@
 
 namespace pyruntime {
 
-// [blocks, rows, width] as [blocks * rows, width]; a view where the rows lie at one distance.
+// [blocks, rows, width] as [blocks * rows, width]; a view if all rows have one stride.
 inline at::Tensor as_matrix(const at::Tensor& blocks) {
   return blocks.flatten(0, -2);
 }
@@ -23,14 +23,14 @@ inline at::Tensor as_matrix(const at::Tensor& blocks) {
 // x @ weight^T [+ bias], x [..., K], weight [N, K]: [..., N].
 at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
 
-// rows @ weight^T where `transposed`, else rows @ weight, for the rows of one chunk after the other, all in
-// all `rows` of them: by their number and the weight's shape it is decided whether the weight, which nobody
-// writes into meanwhile, is arranged for them once.
+// rows @ weight^T if `transposed`, else rows @ weight, chunk by chunk, for `rows` rows in all. Their number
+// and the weight's shape decide whether the weight is arranged once for all chunks; nobody may write into it
+// meanwhile.
 class WeightGemm {
  public:
   WeightGemm(const at::Tensor& weight, bool transposed, int64_t rows);
 
-  // out = rows @ ... [+ bias], or out += rows @ ... without one.  rows [b, m, *], out [b, m, *], which may be
+  // out = rows @ ... [+ bias], or out += rows @ ... without bias. rows [b, m, *], out [b, m, *], which may be
   // strided over b.
   void write(const at::Tensor& out, const at::Tensor& rows, const at::Tensor& bias, bool accumulate) const;
 
@@ -39,13 +39,13 @@ class WeightGemm {
   std::optional<cpu::PackedMatrix> packed_;
 };
 
-// dy^T @ x, some rows of the result at a time.  dy [rows, N], which may be columns of a wider matrix, x
-// [rows, K].
+// dy^T @ x, some rows of the result at a time. dy [rows, N], which may be columns of a wider matrix, x [rows,
+// K].
 class WeightGradientGemm {
  public:
   WeightGradientGemm(const at::Tensor& dy, const at::Tensor& x);
 
-  // out = rows `first` and following of dy^T @ x, or out += these.  out [*, K] contiguous.
+  // out = dy^T @ x, or out += dy^T @ x, for the rows of the result from `first` on. out [*, K] contiguous.
   void write(const at::Tensor& out, int64_t first, bool accumulate) const;
 
  private:
@@ -54,7 +54,7 @@ class WeightGradientGemm {
   std::optional<cpu::PackedMatrix> packed_x_;
 };
 
-// dy^T @ x summed over all rows of all blocks.  dy [b, m, N], x [b, m, K]; returns [N, K].
+// dy^T @ x summed over all rows of all blocks. dy [b, m, N], x [b, m, K]; returns [N, K].
 at::Tensor linear_wgrad(const at::Tensor& dy, const at::Tensor& x);
 
 }  // namespace pyruntime

@@ -17,7 +17,7 @@ namespace {
 
 constexpr size_t kProducts = 3;
 
-// The place in `grid` that is the nearest, in logarithms.
+// The index of the nearest grid point, in logarithms.
 size_t nearest(const std::vector<int64_t>& grid, int64_t value) {
   size_t place = 0;
   const auto squared = static_cast<double>(value) * static_cast<double>(value);
@@ -28,7 +28,7 @@ size_t nearest(const std::vector<int64_t>& grid, int64_t value) {
   return place;
 }
 
-// A table of one class says the same of all shapes.
+// A table of one class gives the same answer for all shapes.
 GemmTable always(bool ours) {
   return {{1}, {1}, std::vector<std::vector<bool>>(kProducts, {ours})};
 }
@@ -81,7 +81,7 @@ Product product_named(const std::string& name) {
   if (name == "forward") return Product::kForward;
   if (name == "dX") return Product::kInputGradient;
   if (name == "dW") return Product::kWeightGradient;
-  TORCH_CHECK_VALUE(false, "product='", name, "' is none of forward, dX and dW.");
+  TORCH_CHECK_VALUE(false, "product='", name, "' is no product; use forward, dX or dW.");
 }
 
 bool takes_ours(Product product, int64_t rows, int64_t k, int64_t n) {

@@ -1,6 +1,6 @@
-// Which GEMM multiplies bf16 on the CPU: ours (cpu/packed_matrix.h) or the library's. A table of this
-// processor decides, by the product and the class of its shape; it was measured (`python -m bench.gemm`), and
-// nothing is measured in a run. A processor without a table takes the library's.
+// Chooses the GEMM for bf16 on the CPU: ours (cpu/packed_matrix.h) or the library's. A table of this
+// processor decides, by the product and the class of its shape. It was measured before (`python -m
+// bench.gemm`); nothing is measured in a run. A processor without a table uses the library's.
 #pragma once
 
 #include <cstdint>
@@ -9,24 +9,24 @@
 
 namespace pyruntime {
 
-// One of a linear layer with x [rows, k] and a weight [n, k].
+// A product of a linear layer with x [rows, k] and a weight [n, k].
 enum class Product {
   kForward,         // x W^T
   kInputGradient,   // dY W
   kWeightGradient,  // dY^T x
 };
 
-// The classes are the points of a grid: a shape is in that of the nearest point, in logarithms.
+// The classes are the points of a grid: a shape belongs to the nearest point, in logarithms.
 struct GemmTable {
   std::vector<int64_t> rows, features;  // of the grid, ascending
-  // By product, then rows, k and n: whether ours is taken.
+  // By product, then rows, k and n: whether ours is used.
   std::vector<std::vector<bool>> is_ours;
 };
 
-// "AuthenticAMD family 26 model 2"; empty where it cannot be told.
+// "AuthenticAMD family 26 model 2"; empty if unknown.
 std::string processor_key();
 
-// From now on, for products that begin then: by that table, or all by one of them.
+// Chooses, for products that begin from now on, by that table, or the same GEMM for all.
 void use_gemm_table(GemmTable table);
 void use_gemm(bool ours);
 

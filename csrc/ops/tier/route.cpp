@@ -12,10 +12,10 @@ namespace pyruntime {
 
 namespace {
 
-// --- what can run
+// --- which tiers can run
 
-// The flight whose rows are multiplied, as far as the key tells; none for ops that have no fused kernel. Of a
-// backward, what travels forward comes back.
+// The flight whose rows are multiplied, as far as the key says; none for ops without a fused kernel. In a
+// backward, the direction of travel is reversed.
 std::optional<FlightDescriptor> flight_of(const TierKey& key) {
   if (!key.op.starts_with("all_gather_matmul") && !key.op.starts_with("matmul_reduce_scatter"))
     return std::nullopt;
@@ -33,12 +33,14 @@ std::optional<FlightDescriptor> flight_of(const TierKey& key) {
 // A group's tiers for one key.
 class Choices {
  public:
-  Choices(Group& group, Transport& transport, const TierKey& key, std::optional<FlightDescriptor> flight)
+  Choices(Group& group, Transport& transport, const TierKey& key, std::optional<FlightDescriptor> flight,
+          bool rounds)
       : group_(group),
         transport_(transport),
         device_(transport.device_sharing()),
         key_(key),
-        flight_(flight) {
+        flight_(flight),
+        rounds_(rounds) {
     tuned_ = tuned_for(group, key);
     if (tuned_.chunks > 0 && !transport.why_not_pieces(tuned_.chunks).empty()) tuned_.chunks = 0;
     const bool can_run = tuned_.tier && why_not_within(tuned_.tier->chunks, tuned_.tier->tiles).empty() &&
@@ -46,17 +48,20 @@ class Choices {
     if (!can_run) tuned_.tier.reset();
   }
 
-  // The tuned tier, if it can run here.
+  // The tuned choices; the tier only if it can run here.
   const Tuned& tuned() const { return tuned_; }
 
   std::string why_not_fused() const {
     if (!flight_) return "no fused kernel computes it";
+    if (rounds_ && flight_->op == Op::kAllGatherMatmul) {
+      return "the fused kernels multiply rows as they travel, and these travel rounded";
+    }
     if (device_ != nullptr) return device_->why_not_fused(*flight_);
     return "there are fused kernels for devices of one host only, and the group's chunks travel by " +
            transport_.description();
   }
 
-  // Raises ValueError where what was asked by name cannot run.
+  // Raises ValueError if a tier that was requested by name cannot run.
   void check_can_run(const TierChoice& asked) const {
     const auto check = [&](const std::string& why_not, const char* instead) {
       TORCH_CHECK_VALUE(why_not.empty(), "tier='", asked.text(), "' was asked for ", key_.op, " on group '",
@@ -67,7 +72,7 @@ class Choices {
     if (!travels_whole) check(transport_.why_not_chunked(), "unfused");
     if (asked.tier == Tier::kFused) {
       check(why_not_fused(), "chunked");
-      // What runs now waits its turn.
+      // A kernel that runs now can wait for others; a captured one cannot.
       if (device_->is_capturing()) check(device_->why_crowded(key_.rows, key_.width_of_output()), "chunked");
     }
     check(why_not_within(asked.chunks, asked.tiles), name_of(asked.tier));
@@ -85,7 +90,7 @@ class Choices {
   }
 
  private:
-  // Why the transport cannot do what within a tier was chosen; empty where it can.
+  // Says why the transport cannot run a tier with these chunks and tiles; empty if it can.
   std::string why_not_within(int chunks, const std::string& tiles) const {
     if (chunks > 0) {
       const std::string why_not = transport_.why_not_pieces(chunks);
@@ -103,23 +108,24 @@ class Choices {
   DeviceSharing* device_;  // null: there are no fused kernels
   const TierKey& key_;
   std::optional<FlightDescriptor> flight_;
+  bool rounds_;  // whether gathered rows travel in fewer bytes
   Tuned tuned_;
 };
 
-TierChoice choose_tier(Group& group, const Call& call, const char* op, int64_t rows,
-                       const TierChoice& asked) {
+TierChoice choose_tier(Group& group, const Call& call, const char* op, int64_t rows, const TierChoice& asked,
+                       bool rounds = false) {
   if (group.world_size() == 1) return {Tier::kUnfused};
   const at::Tensor& x = call.x.data;
   const TierKey key{
       op, rows * call.x.blocks * call.x.inner, call.n, call.k, x.scalar_type(), x.device().type()};
   std::optional<FlightDescriptor> flight = flight_of(key);
   if (flight) flight->rows = rows, flight->row_blocks = call.x.blocks, flight->inner = call.x.inner;
-  const Choices choices(group, group.transport(x.device()), key, flight);
+  const Choices choices(group, group.transport(x.device()), key, flight, rounds);
   choices.check_can_run(asked);
   return choices.choose(asked);
 }
 
-// In as few chunks as may be, unless a number was tuned or asked for.
+// Takes as few chunks as possible, unless a number was tuned or requested.
 void take_few_chunks(Group& group, TierChoice& choice, c10::Device device) {
   if (choice.tier != Tier::kChunked || !group.crosses_hosts(device)) return;
   const Transport& transport = group.transport(device);
@@ -128,8 +134,8 @@ void take_few_chunks(Group& group, TierChoice& choice, c10::Device device) {
   }
 }
 
-cpu::Wire wire_named(c10::string_view format, const at::Tensor& rows, const Group& group) {
-  const cpu::Wire wire = cpu::Wire::named(format, rows.scalar_type(), rows.device());
+Wire wire_named(c10::string_view format, const at::Tensor& rows, const Group& group) {
+  const Wire wire = Wire::named(format, rows.scalar_type(), rows.device());
   TORCH_CHECK_VALUE(!wire.rounds() || group.world_size() > 1, "wire='", format,
                     "' was asked for, and one rank alone gathers nothing; leave it out.");
   return wire;
@@ -140,9 +146,10 @@ cpu::Wire wire_named(c10::string_view format, const at::Tensor& rows, const Grou
 Route choose_route(const Call& call) {
   const TierChoice asked = tier_named(std::string(call.tier));
   Group& group = Group::get(std::string(call.group));
-  const cpu::Wire wire = wire_named(call.wire, call.x.data, group);
+  const Wire wire = wire_named(call.wire, call.x.data, group);
   const int64_t rows = call.rows ? agreed_rows(call.op, group, call.x, *call.rows) : call.x.rows;
-  Route route{group, rows, choose_tier(group, call, call.op, rows, asked), wire, group_of_sums(call.sums)};
+  const TierChoice tier = choose_tier(group, call, call.op, rows, asked, wire.rounds());
+  Route route{group, rows, tier, wire, group_of_sums(call.sums)};
   if (route.sums != nullptr || call.under_other_work)
     take_few_chunks(group, route.tier, call.x.data.device());
   if (route.sums != nullptr) route.sums_tier = choose_tier(*route.sums, call, call.op_of_sums, rows, asked);
@@ -191,7 +198,7 @@ std::pair<std::string, std::string> explain_tier(Group& group, const TierKey& ke
   Transport& transport = group.transport(device);
   const std::string whole = transport.why_not_chunked();
   if (!whole.empty()) return {"unfused", whole};
-  const Choices choices(group, transport, key, flight_of(key));
+  const Choices choices(group, transport, key, flight_of(key), /*rounds=*/false);
   const std::string not_fused = choices.why_not_fused();
   const Tuned& tuned = choices.tuned();
   if (asked.tier != Tier::kAuto) {

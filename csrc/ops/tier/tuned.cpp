@@ -13,10 +13,10 @@ namespace {
 
 struct Table {
   TunedTiers tiers;
-  std::map<TierKey, int> chunks;  // by TierKey::shared(): what all tiers of it name, else 0
+  std::map<TierKey, int> chunks;  // by TierKey::shared(): the number if all its tiers agree, else 0
 };
 
-// Ops look things up on the threads of backward passes too.
+// Ops also look up tiers on the threads of backward passes.
 struct Registry {
   std::mutex mutex;
   std::map<std::pair<int, std::string>, Table> tables;  // by world size and transport
@@ -48,7 +48,7 @@ std::string TunedTier::text(int chunks_taken) const {
   return text.str();
 }
 
-// The kind of transport is its description without what was measured of the link: "ring over gloo".
+// The kind of transport is its description without the link's measurements: "ring over gloo".
 Tuned tuned_for(const Group& group, const TierKey& key) {
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
@@ -68,7 +68,8 @@ void set_tuned_tiers(int world_size, const std::string& transport, TunedTiers ti
   Table table;
   for (const auto& [key, tier] : tiers) {
     const TierChoice choice = tier_named(tier.tier);
-    TORCH_CHECK_VALUE(choice.tier != Tier::kAuto, "'auto' was tuned for ", key.text(), "; it is no choice.");
+    TORCH_CHECK_VALUE(choice.tier != Tier::kAuto, "'auto' was tuned for ", key.text(),
+                      "; name the tier that was measured fastest.");
     TORCH_CHECK_VALUE(tier.tier == name_of(choice.tier), "the tier '", tier.tier, "' was tuned for ",
                       key.text(), "; chunks and tiles have places of their own.");
     TORCH_CHECK_VALUE(tier.chunks >= 0, tier.chunks, " chunks were tuned for ", key.text(),

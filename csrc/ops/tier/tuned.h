@@ -1,4 +1,4 @@
-// What `python -m pyruntime tune` measured on this machine (pyruntime/tuning).
+// The tiers that `python -m pyruntime tune` measured on this machine (pyruntime/tuning).
 #pragma once
 
 #include <map>
@@ -15,7 +15,7 @@ struct TunedTier {
   std::string tier;                                     // the fastest
   int chunks;                                           // as in TierChoice
   std::string tiles;                                    // as in TierChoice
-  std::vector<std::pair<std::string, double>> seconds;  // the median of each choice that was measured
+  std::vector<std::pair<std::string, double>> seconds;  // the median of each measured choice
   std::string date;
 
   // "tuned: chunked 1.2 ms, chunked:4 1 ms, unfused 1.5 ms on 2026-11-21; each rank's rows in 4 chunks"
@@ -24,17 +24,16 @@ struct TunedTier {
 
 using TunedTiers = std::map<TierKey, TunedTier>;
 
-// From now on groups of `world_size` ranks whose Group::transport_description() begins with `transport` take
-// these; they replace those that were set for the same before. All ranks set the same, before a group's first
-// op: ranks whose numbers of chunks differ refuse the op. Raises ValueError for a tier that is none, and for
-// a number below 0.
+// Sets the tiers of groups with `world_size` ranks whose Group::transport_description() begins with
+// `transport`; they replace the former ones. All ranks set the same, before a group's first op: ranks with
+// different numbers of chunks refuse the op. Raises ValueError for an unknown tier and for a number below 0.
 void set_tuned_tiers(int world_size, const std::string& transport, TunedTiers tuned);
 void clear_tuned_tiers();
 
-// What was found for one key.
+// The tuned choices for one key.
 struct Tuned {
   std::optional<TunedTier> tier;
-  int chunks = 0;  // of all tiers, where they agree
+  int chunks = 0;  // of all tiers, if they agree
 };
 
 class Group;

@@ -22,15 +22,15 @@ Budgets& budgets() {
   return *instance;
 }
 
-// The kernels for Hopper come in clusters of two, each within one GPC, of which there are eight: beside
-// others, each may have one multiprocessor left over.
+// The kernels for Hopper come in clusters of two, each within one GPC, and a device has eight GPCs: beside
+// other kernels, each may leave one multiprocessor unused.
 constexpr int kLeftOver = 8;
 
 int beside(int held, int all) {
   return held > 0 ? all - held - kLeftOver : all;
 }
 
-// NCCL's own limit; 0 where there is none.
+// NCCL's own limit; 0 without one.
 int most_blocks_of_nccl() {
   const char* text = std::getenv("NCCL_MAX_CTAS");
   return text == nullptr ? 0 : std::max(0, std::atoi(text));
@@ -44,7 +44,7 @@ BlockBudget& BlockBudget::of(c10::Device device) {
   return of_devices.try_emplace({device.type(), device.index()}, device).first->second;
 }
 
-// Who sets NCCL_MAX_CTAS has NCCL at work, perhaps not by way of a group of ours.
+// With NCCL_MAX_CTAS set, NCCL counts as at work, even without a group of ours.
 int BlockBudget::all(const Launch& launch) const {
   const int limit = most_blocks_of_nccl();
   const std::set<const void*> groups(with_room_.begin(), with_room_.end());
@@ -58,8 +58,8 @@ int BlockBudget::needed(const Launch& launch) const {
 
 BlockBudget::Held BlockBudget::held(const Launch& launch) {
   Held held{};
-  // A question about an event would end a capture. What was given to streams before one has ended by the time
-  // its graph is replayed.
+  // Querying an event would end a capture. Whatever runs on streams before has ended by the time its graph is
+  // replayed.
   if (!launch.is_captured) {
     std::erase_if(running_, [](const auto& stream) { return stream.second.ended.query(); });
     for (const auto& [stream, running] : running_) {

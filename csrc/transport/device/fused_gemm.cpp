@@ -10,12 +10,12 @@ namespace pyruntime {
 
 namespace {
 
-// From row to row; a matrix of one row has any.
+// The distance from row to row; a matrix of one row has any.
 int64_t pitch(const at::Tensor& matrix) {
   return matrix.size(0) > 1 ? matrix.stride(0) : matrix.size(1);
 }
 
-// The kernels take matrices whose rows are contiguous, which all but transposed views are.
+// The kernels take matrices with contiguous rows: all but transposed views.
 at::Tensor with_contiguous_rows(const at::Tensor& matrix) {
   const bool rows_are_whole = matrix.size(1) <= 1 || matrix.stride(1) == 1;
   return rows_are_whole && pitch(matrix) >= matrix.size(1) ? matrix : matrix.contiguous();
@@ -36,12 +36,13 @@ constexpr std::array<TileChoice, 4> kTiles{{{"small", false, PYRUNTIME_TILES_SMA
                                             {"sm90-small", true, PYRUNTIME_TILES_SMALL},
                                             {"sm90-large", true, PYRUNTIME_TILES_LARGE}}};
 
-// The tiles of that name; nullptr where `name` is empty.
+// The tiles of that name; nullptr if `name` is empty.
 const TileChoice* tiles_named(const std::string& name) {
   for (const TileChoice& choice : kTiles) {
     if (name == choice.name) return &choice;
   }
-  TORCH_CHECK_VALUE(name.empty(), "There are no tiles '", name, "'; ask Transport::tiles().");
+  TORCH_CHECK_VALUE(name.empty(), "There are no tiles '", name,
+                    "'; use small, large, sm90-small or sm90-large.");
   return nullptr;
 }
 
@@ -49,14 +50,13 @@ bool is_on_hopper(const DeviceLibrary& library) {
   return library.sm90_choose_tiles != nullptr && library.sm90_is_on_device() == PYRUNTIME_OK;
 }
 
-// The portable rule takes large tiles for so large a GEMM wherever a block has the shared memory for them.
+// The portable rule chooses large tiles for so large a GEMM wherever a block has the shared memory for them.
 bool has_large_tiles(const DeviceLibrary& library) {
   constexpr int64_t kMany = int64_t{1} << 20;
   return library.choose_tiles(kMany, kMany, kMany) == PYRUNTIME_TILES_LARGE;
 }
 
-// The quickest tiles of a GEMM by rule, the one place where they are chosen. `blocks`: that run at one
-// time.
+// The quickest tiles of a GEMM by rule; the only place where they are chosen. `blocks`: how many run at once.
 int32_t choose_tiles(const DeviceLibrary& library, bool hopper, int64_t m, int64_t n, int64_t k,
                      int world_size, int blocks) {
   const int64_t chunk_rows = rows_of_rank(m, world_size, 0);
@@ -64,7 +64,7 @@ int32_t choose_tiles(const DeviceLibrary& library, bool hopper, int64_t m, int64
                 : library.choose_tiles(chunk_rows, m, n);
 }
 
-// More blocks than any tiles of any kernel make: a cluster has two for what may be one signal.
+// At least as many blocks as any tiles of any kernel make: a cluster may have two for one signal.
 int most_blocks(int world_size, int64_t rows, int64_t n) {
   constexpr int64_t kNoLimit = 1 << 20;
   const auto pieces = [](int64_t size, int64_t of) { return (size + of - 1) / of; };
@@ -78,8 +78,8 @@ BlockBudget::Launch launch_at(const DeviceLibrary& library, int world_size, int6
           place.owner};
 }
 
-// Calls `launch(matmul, hopper)` with the GEMM as the launchers take it: for Hopper, unless that kernel
-// refuses, else the portable one. `blocks`: as many as may run; `all`: as many as there could be.
+// Calls `launch(matmul, hopper)` with the GEMM as the launchers take it: for Hopper, and if that kernel
+// refuses, the portable one. `blocks`: as many as may run; `all`: as many as there could be.
 void launch_one_of_two(const DeviceLibrary& library, int world_size, int64_t rows, const FusedGemm& gemm,
                        int blocks, int all,
                        const std::function<int(const PyruntimeMatmul&, bool hopper)>& launch) {
@@ -99,7 +99,7 @@ void launch_one_of_two(const DeviceLibrary& library, int world_size, int64_t row
   matmul.ldb = pitch(b);
   matmul.ldc = pitch(gemm.out);
   matmul.spare_blocks = BlockBudget::kSpare;
-  // Several of the portable kernels' blocks fit a multiprocessor, unless others may need one whole.
+  // A multiprocessor has room for several blocks of a portable kernel, unless others may need one whole.
   matmul.most_blocks = blocks < all ? blocks : 0;
   const TileChoice* named = tiles_named(gemm.tiles);
   const auto tiles = [&](bool hopper) {
@@ -130,7 +130,7 @@ std::vector<std::string> tile_names(const DeviceLibrary& library) {
 
 std::vector<std::string> other_tile_names(const DeviceLibrary& library, int world_size, int64_t rows,
                                           int64_t n, int64_t k) {
-  // TMA takes rows that lie multiples of 16 bytes apart.
+  // TMA requires rows that lie multiples of 16 bytes apart.
   const bool hopper = is_on_hopper(library) && rows > 0 && n > 0 && k > 0 && n % 8 == 0 && k % 8 == 0;
   const int32_t usual = choose_tiles(library, hopper, rows, n, k, world_size, /*blocks=*/0);
   std::vector<std::string> names;

@@ -1,4 +1,4 @@
-// GEMMs whose rows move between the ranks inside one kernel: which kernel, by which tiles.
+// Runs GEMMs whose rows move between the ranks inside one kernel: chooses the kernel and its tiles.
 #pragma once
 
 #include <string>
@@ -10,17 +10,17 @@
 
 namespace pyruntime {
 
-// Names of the tiles of the fused kernels on the current device: "small" and, where there is room for them,
-// "large" of the portable kernels; with "sm90-" in front those of the kernels for Hopper.
+// Names of the tiles of the fused kernels on the current device: "small" and, if there is room for them,
+// "large" of the portable kernels; with the prefix "sm90-" those of the kernels for Hopper.
 std::vector<std::string> tile_names(const DeviceLibrary& library);
-// Of these, the ones that are not what the rule takes for [rows, k] x [k, n], rows being of all ranks.
+// The tile names that the rule does not choose for [rows, k] x [k, n]; rows are of all ranks.
 std::vector<std::string> other_tile_names(const DeviceLibrary& library, int world_size, int64_t rows,
                                           int64_t n, int64_t k);
 
-// Which tiles compute a GEMM is each rank's own affair: what ranks signal to each other is the same for
-// all. Where the kernel for Hopper refuses a GEMM, by name or not, the portable one takes it, by its rule.
+// Each rank may choose its tiles: ranks signal the same to each other with any. If the kernel for Hopper
+// refuses a GEMM, named or not, the portable one computes it, by its own rule.
 
-// Where a fused kernel runs. `owner`: whose graphs it is captured into.
+// The place where a fused kernel runs. `owner` owns the graphs that capture it.
 struct FusedPlace {
   BlockBudget& budget;
   c10::Stream stream;
@@ -29,15 +29,15 @@ struct FusedPlace {
   const void* owner;
 };
 
-// Why a fused GEMM [rows, *] x [*, n] would be crowded there now, rows being of all ranks; empty where it
-// would not. This rank's own affair: it depends on what else its device does.
+// Says why a fused GEMM [rows, *] x [*, n] would be crowded there now; empty if it would not. Rows are of all
+// ranks. Ranks may differ: it depends on what else their devices do.
 std::string why_crowded(const DeviceLibrary& library, int world_size, int64_t rows, int64_t n,
                         const FusedPlace& place);
 
-// A kernel of the library: the portable one, or that for Hopper, which may be missing.
+// A kernel of the library: the portable one, or the one for Hopper, which may be missing.
 using FusedKernel = decltype(&pyruntime_all_gather_matmul);
 
-// `rows` over all ranks. A gather's slot stays readable; a scatter ends its flight.
+// Runs the GEMM; `rows` are of all ranks. A gather's slot stays readable; a scatter ends its flight.
 void multiply_fused(const DeviceLibrary& library, const PyruntimeGroup& group, int64_t rows,
                     const FusedGemm& gemm, const FusedPlace& place, FusedKernel portable, FusedKernel hopper);
 

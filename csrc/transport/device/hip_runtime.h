@@ -1,5 +1,5 @@
-// What of the HIP runtime the core calls itself, looked up where the kernels have it from: this extension
-// links no HIP library and includes none of its headers.
+// The functions of the HIP runtime that the core calls itself, looked up in the kernels' library: this
+// extension links no HIP library and includes none of its headers.
 #pragma once
 
 #include <cstddef>
@@ -23,13 +23,13 @@ struct HipRuntime {
   int (*hipDeviceSynchronize)();
   const char* (*hipGetErrorName)(int error);
 
-  // That of an open library (dlopen) and of what it needs; nothing where it needs no HIP runtime.
+  // The runtime of an open library (dlopen) and of its dependencies; nothing if it needs no HIP runtime.
   static std::optional<HipRuntime> of(void* library);
 };
 
-// Why the HIP runtimes that this process has loaded do not do; "" where there is one, or none. A stream of
-// one means nothing to another: kernels that came with a HIP runtime of their own beside torch's cannot be
-// used.
+// Says why the HIP runtimes that this process has loaded cannot be used; "" with one runtime, or none. A
+// stream of one means nothing to another, so kernels with a HIP runtime of their own beside torch's are
+// unusable.
 std::string why_no_single_hip_runtime();
 
 }  // namespace pyruntime

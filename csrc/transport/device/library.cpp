@@ -23,7 +23,7 @@ struct Loaded {
   std::mutex mutex;
   std::map<c10::DeviceType, DeviceLibrary> libraries;
   Kind kind = kCuda;  // of devices that torch calls CUDA
-  // Why there is none: a layer asks anew in every call, and the file system is not looked at each time.
+  // Why there is none: a layer asks in every call, and the file system is not searched each time.
   std::string why_no_cuda;
 };
 
@@ -32,7 +32,7 @@ Loaded& loaded() {
   return *instance;
 }
 
-// Beside this extension, which dladdr() knows by any address in it.
+// The path of a file beside this extension, which dladdr() finds by any address in it.
 std::string path_beside_the_extension(const std::string& file) {
   Dl_info info;
   if (dladdr(reinterpret_cast<void*>(&path_beside_the_extension), &info) == 0) return file;
@@ -46,7 +46,7 @@ bool look_up(void* handle, const char* name, Function& function) {
   return function != nullptr;
 }
 
-// Kept open for good.
+// Loads the library, which stays open.
 bool load(const std::string& path, DeviceLibrary& library, std::string& why_not) {
   void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
@@ -54,7 +54,8 @@ bool load(const std::string& path, DeviceLibrary& library, std::string& why_not)
     return false;
   }
 #define PYRUNTIME_LOOK_UP(name) &&look_up(handle, "pyruntime_" #name, library.name)
-  if (true PYRUNTIME_DEVICE_FUNCTIONS(PYRUNTIME_LOOK_UP) && library.interface() == PYRUNTIME_INTERFACE) {
+  if (true PYRUNTIME_DEVICE_FUNCTIONS(PYRUNTIME_LOOK_UP) PYRUNTIME_COMPRESSION_FUNCTIONS(PYRUNTIME_LOOK_UP) &&
+      library.interface() == PYRUNTIME_INTERFACE) {
     library.hip = HipRuntime::of(handle);
     if (library.hip && !(why_not = why_no_single_hip_runtime()).empty()) {
       dlclose(handle);

@@ -17,18 +17,17 @@ namespace {
 
 namespace symm = c10d::symmetric_memory;
 
-// Of a rank's rows, to a GEMM: so the last wait is for a fraction of them. More would be more signals than
-// time gained.
+// The most pieces of a rank's rows in a gather for a GEMM, so that the last wait is for a fraction of them.
+// More pieces would cost more in signals than they gain.
 constexpr int kMostPieces = 4;
 constexpr int64_t kPieceBytes = int64_t{4} << 20;
 constexpr int64_t kFewestFlags = kMostPieces;
 
-bool has_failed(const std::unique_ptr<DeviceWorkspace>& workspace) {
-  const auto* seen = static_cast<const char*>(workspace->header_seen.const_data_ptr());
-  return std::any_of(seen, seen + kDeviceHeaderBytes, [](char byte) { return byte != 0; });
+bool has_failure(const std::unique_ptr<DeviceWorkspace>& workspace) {
+  return *workspace->stopped || has_failed(static_cast<const char*>(workspace->header_seen.const_data_ptr()));
 }
 
-// Memory that goes back to its allocator with the tensor.
+// A tensor whose memory returns to its allocator with it.
 at::Tensor tensor_of(const c10::intrusive_ptr<symm::SymmetricMemoryAllocator>& allocator, int64_t bytes,
                      c10::Device device) {
   return at::for_blob(allocator->alloc(bytes, device.index(), std::nullopt), {bytes})
@@ -40,6 +39,19 @@ at::Tensor tensor_of(const c10::intrusive_ptr<symm::SymmetricMemoryAllocator>& a
 
 }  // namespace
 
+// Symmetric memory waits for its device when it is freed; a device that has failed would raise there, which
+// ends the process. Its memory stays until the process ends.
+DeviceWorkspace::~DeviceWorkspace() {
+  WaitWatch::instance().remove(watched);
+  if (!memory.defined()) return;
+  try {
+    DeviceStreams(memory.device()).synchronize();
+  } catch (const std::exception&) {
+    handle.release();
+    memory.unsafeReleaseTensorImpl();
+  }
+}
+
 std::string why_no_multicast(c10::Device device, const DeviceLibrary& library) {
   if (library.can_multicast() != PYRUNTIME_OK) return library.error();
   if (device.is_cpu() || symm::has_multicast_support(device.type(), device.index())) return "";
@@ -47,10 +59,11 @@ std::string why_no_multicast(c10::Device device, const DeviceLibrary& library) {
 }
 
 DeviceTransport::DeviceTransport(GroupContext& context, std::unique_ptr<WorkspaceGroup> group,
-                                 c10::Device device, const DeviceLibrary& library,
+                                 PeerProcesses processes, c10::Device device, const DeviceLibrary& library,
                                  const GroupSettings& settings)
     : Transport(context),
       group_(std::move(group)),
+      processes_(std::make_shared<const PeerProcesses>(std::move(processes))),
       device_(device),
       library_(library),
       piece_bytes_(settings.ring.chunk_bytes > 0 ? settings.ring.chunk_bytes : kPieceBytes),
@@ -62,14 +75,14 @@ DeviceTransport::DeviceTransport(GroupContext& context, std::unique_ptr<Workspac
   const size_t chunks = rings_.gather_order(plan).size();
   TORCH_CHECK_VALUE(chunks <= PYRUNTIME_MOST_RANKS, "The rings ", rings_.text(), " of group '", context.name,
                     "' make ", chunks, " chunks of what comes to a rank; a fused GEMM takes ",
-                    +PYRUNTIME_MOST_RANKS, ", so leave some of them out.");
+                    +PYRUNTIME_MOST_RANKS, ", so use fewer rings.");
 }
 
 void DeviceTransport::flush() {
   streams_.synchronize();
-  if (std::any_of(workspaces_.begin(), workspaces_.end(), has_failed)) {
-    TORCH_WARN("Group '", context_.name, "' on ", device_,
-               " is closed after a wait that took too long: ", "results of its last ops are of no use.");
+  if (std::any_of(workspaces_.begin(), workspaces_.end(), has_failure)) {
+    TORCH_WARN("Group '", context_.name, "' on ", device_, " is closed after a wait that failed; ",
+               "discard the results of its last ops.");
   }
 }
 
@@ -123,18 +136,32 @@ void DeviceTransport::grow(int64_t bytes, int64_t flags) {
                      : symm::empty_strided_p2p({total}, {1}, c10::kByte, device_, std::nullopt, std::nullopt);
   library_.check(library_.prepare_workspace(&made->shape, made->memory.data_ptr(), streams_.current()));
   streams_.synchronize();  // prepared before any peer can have its address
-  raise_if_failed();       // in the memory before, at which nobody looks from now on
+  raise_if_failed();       // in the older memory, which nobody checks from now on
   made->handle = group_->rendezvous(made->memory, context_.deadline_seconds, made->allocator.get());
   made->bases = made->handle->get_buffer_ptrs();
   if (multicast_ != Multicast::kOff) {
-    // Memory of the CPU has none. The host dialect of the kernels stores into every rank's copy, and asks for
-    // an address only because the others do.
+    // CPU memory has no such address. The host dialect of the kernels stores into every rank's copy, and
+    // takes an address only because the other dialects do.
     made->multicast = device_.is_cpu() ? made->bases.at(rank()) : made->handle->get_multicast_ptr();
     TORCH_CHECK(made->multicast != nullptr, "multicast='", name_of(multicast_), "' was asked for group '",
                 context_.name, "', and torch could not map its memory on ", device_,
                 " under one address for all ranks; leave multicast out.");
   }
+  made->watched = WaitWatch::instance().add(watched(*made));
   workspaces_.push_back(std::move(made));
+}
+
+WatchedWorkspace DeviceTransport::watched(const DeviceWorkspace& workspace) const {
+  const PyruntimeGroup group{workspace.shape,
+                             rank(),
+                             /*slot=*/0,
+                             static_cast<int64_t>(context_.deadline_seconds * 1e9),
+                             workspace.bases.data(),
+                             /*pieces=*/0,
+                             /*rings=*/0,
+                             ring_orders_.data()};
+  const auto* seen = static_cast<const char*>(workspace.header_seen.const_data_ptr());
+  return {&context_, &library_, device_, group, seen, processes_, workspace.stopped};
 }
 
 at::Tensor DeviceTransport::staging(int slot, int64_t bytes) {
@@ -148,22 +175,18 @@ at::Tensor DeviceTransport::staging(int slot, int64_t bytes) {
 
 void DeviceTransport::raise_if_failed() {
   FailureBoard::instance().raise_if_failed();
-  // In a workspace that was outgrown, too: a graph that was captured with it may still be replayed.
-  const auto found = std::find_if(workspaces_.begin(), workspaces_.end(), has_failed);
+  // Also checks outgrown workspaces: a graph captured with one may still be replayed.
+  const auto found = std::find_if(workspaces_.begin(), workspaces_.end(), has_failure);
   if (found == workspaces_.end()) return;
-  PyruntimeFailure failure{};
-  library_.check(library_.failure(&(*found)->seen, &failure, streams_.current()));
-  const std::string peer = context_.name_of(failure.peer);
-  failure.rank = context_.job_rank(failure.rank);
-  failure.peer = context_.job_rank(failure.peer);
-  std::array<char, 512> sentence{};
-  library_.check(library_.describe_failure(&failure, sentence.data(), sentence.size()));
-  raise_for_all(failure_of(context_, CommErrorKind::kTimeout,
-                           "group '" + context_.name + "' on " + device_.str() + ": " + sentence.data() +
-                               " It waited for " + peer + "."));
+  if (const auto failure = read_failure(watched(**found), streams_.current())) raise_for_all(*failure);
+  FailureBoard::instance().raise_if_failed();
+  raise_for_all(failure_of(context_, CommErrorKind::kBroken,
+                           "group '" + context_.name + "' on " + device_.str() +
+                               ": its waits were ended when a rank of the job failed; close the group on all "
+                               "its ranks (comm.close), or end the job."));
 }
 
-// Of what all ranks know alone, so that slots look alike on all, whichever tier each of them takes.
+// Depends only on what all ranks know, so that slots look alike on all, whichever tier each of them takes.
 std::string DeviceTransport::why_not_fused(const FlightDescriptor& descriptor) const {
   const auto why = [](const auto&... words) { return c10::str(words...); };
   if (descriptor.op != Op::kAllGatherMatmul && descriptor.op != Op::kMatmulReduceScatter) {
@@ -192,7 +215,7 @@ std::string DeviceTransport::why_not_fused(const FlightDescriptor& descriptor) c
 bool DeviceTransport::goes_around(const FlightDescriptor& descriptor) const {
   if (rings_.empty()) return false;
   const bool gathers = descriptor.op == Op::kAllGatherMatmul || descriptor.op == Op::kAllGather;
-  // Pieces are cut between rows, and by the fused kernels between `inner` of each.
+  // Pieces are cut between rows; the fused kernels cut between the `inner` parts of each row.
   const bool cuts = descriptor.inner == 1 || descriptor.rows % (world_size() * rings_.ways()) == 0;
   if (!gathers || descriptor.row_blocks != 1 || !cuts) return false;
   const int64_t bytes = rows_of_rank(descriptor.rows, world_size(), 0) * descriptor.row_bytes();

@@ -9,15 +9,15 @@
 
 namespace pyruntime {
 
-// Flags of a rank in a slot, one after the other.
+// Consecutive flags of a rank in a slot.
 struct Flags {
   int first, count;
 };
 
-// A slot, chunks in it, and the end.
+// The common part of gathers and scatters: a slot, its chunks, and its end.
 class DeviceFlight {
  public:
-  // `pieces`: of each rank's rows in a gather.
+  // `pieces`: how many each rank's rows have in a gather.
   DeviceFlight(DeviceTransport& transport, const FlightDescriptor& descriptor, int64_t bytes, int64_t flags,
                int pieces)
       : transport_(transport),
@@ -39,12 +39,7 @@ class DeviceFlight {
     if (goes_around_) around_number_ = ++transport.around_begun_;
     is_captured_ = transport.is_capturing();
     transport.was_captured_ |= is_captured_;
-    if (!is_captured_) streams().current_after(transport_.slots_[slot_].puts_ended);
-    // A flight before whose sums the switch took had peers read this rank's slot, and the slot of one that
-    // has finished was read by others still. A put's own wait is for its peer alone.
-    if (transport.multicast_ == Multicast::kGatherAndReduce) {
-      check(library().await_leave(&group_, streams().current()));
-    }
+    await_leave();
   }
 
   const DeviceLibrary& library() const { return transport_.library_; }
@@ -54,10 +49,10 @@ class DeviceFlight {
   int world_size() const { return transport_.world_size(); }
   const Rings& rings() const { return transport_.rings_; }
 
-  // Of a chunk, where the rows of all ranks lie one after the other.
+  // The offset of a chunk in the rows of all ranks.
   int64_t offset(const Chunk& chunk) const { return chunk.begin * descriptor_.row_bytes(); }
   int64_t bytes(const Chunk& chunk) const { return chunk.rows * descriptor_.row_bytes(); }
-  // `offset` in this rank's slot.
+  // The address of `offset` in this rank's slot.
   char* at(int64_t offset) const { return data_ + offset; }
   char* staging(int64_t bytes) const {
     return static_cast<char*>(transport_.staging(slot_, bytes).data_ptr());
@@ -66,18 +61,18 @@ class DeviceFlight {
     return view_of(memory, descriptor_, chunk, transport_.device_);
   }
 
-  // Puts what the caller's stream has written so far; nearest peer first, where it goes to all.
+  // Puts what the caller's stream has written so far.
   void put(const char* from, int64_t bytes, int peer, int64_t offset, Flags flags) {
     streams().move_after_current();
     put_more(from, bytes, peer, offset, flags);
   }
-  // What was written before the put before.
+  // Puts what was written before the last put().
   void put_more(const char* from, int64_t bytes, int peer, int64_t offset, Flags flags) {
     check(library().put(&group_, from, bytes, peer, offset, flags.first, flags.count, streams().moving()));
   }
   int peer_at(int step) const { return (rank() + world_size() - step) % world_size(); }
   bool has_multicast() const { return workspace_.multicast != nullptr; }
-  // From this rank's slot to the same place in all others'.
+  // Puts from this rank's slot to the same place in all others', nearest peer first.
   void put_own_to_all(int64_t offset, int64_t bytes, Flags flags) {
     streams().move_after_current();
     if (has_multicast()) return multicast_more(offset, bytes, flags);
@@ -89,7 +84,7 @@ class DeviceFlight {
     check(library().put_to_all(&group_, workspace_.multicast, offset, bytes, flags.first, flags.count,
                                streams().moving()));
   }
-  // out = the sum of what all ranks have from `offset` of their slots on (+ bias); out is contiguous.
+  // out = the sum over all ranks of what their slots have at `offset` (+ bias); out is contiguous.
   void sum_copies(const at::Tensor& out, int64_t offset, const at::Tensor& bias) {
     const at::Tensor added = bias.defined() ? bias.contiguous() : bias;
     check(library().sum_copies(
@@ -100,9 +95,9 @@ class DeviceFlight {
     check(library().end_puts(&group_, streams().moving()));
     transport_.slots_[slot_].puts_ended = streams().moved();
   }
-  // This rank's pieces on their ways around the rings, and behind them what comes on each way, passed on as
-  // it comes. Every rank does so step by step and flight by flight in the same order, even where all ways
-  // share a queue: what is waited for was put by a rank before it waited for more.
+  // Puts this rank's pieces on their ways around the rings, then passes on what arrives on each way. Every
+  // rank does this step by step and flight by flight in the same order, even if all ways share a queue: a
+  // rank puts what another waits for before it waits for more.
   void put_around(const ChunkPlan& plan) {
     TORCH_CHECK(around_number_ == ++transport_.around_published_, name_of(descriptor_.op), " of group '",
                 transport_.context().name, "' is published in another order than it began, beside gathers ",
@@ -126,8 +121,11 @@ class DeviceFlight {
     transport_.slots_[slot_].puts_ended = streams().first_way();
   }
   void await(int peer, Flags flags) {
+    const Spending waiting = waiting_for(peer);
     check(library().await(&group_, peer, flags.first, flags.count, streams().current()));
   }
+  c10::Device device() const { return transport_.device_; }
+  GroupContext& context() const { return transport_.context(); }
 
   void gather_and_multiply(const FusedGemm& gemm) {
     multiply(gemm, library().all_gather_matmul, library().sm90_all_gather_matmul);
@@ -140,22 +138,40 @@ class DeviceFlight {
 
   void finish() {
     if (!is_finished_) {
-      // A multicast store writes this rank's own copy too, and what goes around a ring is read from there:
-      // peers may put other rows there once this has ended.
-      if (has_multicast() || goes_around_) streams().current_after(transport_.slots_[slot_].puts_ended);
+      // A multicast store also writes this rank's own copy, and pieces that go around a ring are read from
+      // there: peers may put other rows there once this has ended.
+      if (has_multicast() || goes_around_) {
+        const Spending waiting = waiting_for(/*peer=*/-1);
+        streams().current_after(transport_.slots_[slot_].puts_ended);
+      }
       check(library().finish(&group_, streams().current()));
     }
     transport_.slots_[slot_].in_flight = false;
-    streams().move_after_current();  // what this flight waited for is known by then
+    streams().move_after_current();  // by then it is known what this flight waited for
     {
       const auto moving = streams().on_moving();
       workspace_.header_seen.copy_(workspace_.memory.narrow(0, 0, kDeviceHeaderBytes), /*non_blocking=*/true);
-      workspace_.seen = group_;
     }
     if (is_captured_) leave_nothing_beside_the_graph();
   }
 
  private:
+  Spending waiting_for(int peer) const {
+    return {context(), Entered::kWait, name_of(descriptor_.op), peer, device()};
+  }
+  // Waits until this rank may write into its slot.
+  void await_leave() {
+    if (!is_captured_ && transport_.slots_[slot_].puts_ended) {
+      const Spending waiting = waiting_for(/*peer=*/-1);
+      streams().current_after(transport_.slots_[slot_].puts_ended);
+    }
+    // After a flight with sums in the switch, peers that have not finished may still read this rank's slot,
+    // and a finished peer's slot may still be read by others. A put waits only for its own peer.
+    if (transport_.multicast_ == Multicast::kGatherAndReduce) {
+      const Spending waiting = waiting_for(/*peer=*/-1);
+      check(library().await_leave(&group_, streams().current()));
+    }
+  }
   void multiply(const FusedGemm& gemm, FusedKernel portable, FusedKernel hopper) {
     multiply_fused(library(), group_, descriptor_.rows * descriptor_.inner, gemm, transport_.fused_place(),
                    portable, hopper);
@@ -169,18 +185,18 @@ class DeviceFlight {
   DeviceTransport& transport_;
   FlightDescriptor descriptor_;
   bool goes_around_;
-  uint64_t around_number_ = 0;  // among those that do
+  uint64_t around_number_ = 0;  // among the gathers that go around rings
   int slot_;
   DeviceWorkspace& workspace_;
   PyruntimeGroup group_;
   char* data_;
   bool is_captured_;          // into a graph, and not run now
-  bool is_finished_ = false;  // by the kernel that did it all
+  bool is_finished_ = false;  // by the kernel that did everything
 };
 
 namespace {
 
-// The slot holds the rows of all ranks.
+// A gather: the slot contains the rows of all ranks.
 class DeviceGather : public GatherByRank {
  public:
   DeviceGather(DeviceTransport& transport, const FlightDescriptor& descriptor)
@@ -202,7 +218,7 @@ class DeviceGather : public GatherByRank {
       }
     };
     if (flight_.has_multicast()) {
-      // This rank's own rows are stored once more, with the bits that they have, while it may read them.
+      // This rank's own rows are stored again, with the same bits, while this rank may be reading them.
       for_each_piece(
           [&](int64_t at, int64_t bytes, Flags flags) { flight_.multicast_more(at, bytes, flags); });
     } else {
@@ -221,7 +237,7 @@ class DeviceGather : public GatherByRank {
   void finish() override { flight_.finish(); }
 
  private:
-  // Of a chunk's rows as they lie in memory. Where there are several pieces, `inner` of those make a row.
+  // The pieces of a chunk's rows in memory. With several pieces, `inner` rows in memory make a row.
   ChunkPlan pieces_of(const Chunk& chunk) const { return {rows_in_memory(chunk), 1, 0, pieces_}; }
   int64_t rows_in_memory(const Chunk& chunk) const {
     return chunk.rows * (pieces_ == 1 ? 1 : descriptor_.inner);
@@ -229,7 +245,7 @@ class DeviceGather : public GatherByRank {
   int64_t bytes_of_a_row() const {
     return pieces_ == 1 ? descriptor_.row_bytes() : descriptor_.row_bytes() / descriptor_.inner;
   }
-  // The first ones have the rows, where there are fewer of them.
+  // With fewer rows than pieces, the first pieces have them.
   int pieces_that_exist(const Chunk& chunk) const {
     return static_cast<int>(std::min<int64_t>(pieces_, rows_in_memory(chunk)));
   }
@@ -238,7 +254,7 @@ class DeviceGather : public GatherByRank {
   DeviceFlight flight_;
 };
 
-// The same, and the rows go from neighbour to neighbour: Rings.
+// A gather whose rows travel from neighbour to neighbour: see Rings.
 class DeviceGatherAround : public GatherFlight {
  public:
   DeviceGatherAround(DeviceTransport& transport, const FlightDescriptor& descriptor)
@@ -265,15 +281,20 @@ class DeviceGatherAround : public GatherFlight {
   std::vector<Chunk> order_;
 };
 
-// The slot holds parts; then, where they are asked for, the sums of all rows.
+// A scatter: the slot contains parts and then, if requested, the sums of all rows.
 class DeviceScatter : public ScatterByRank {
  public:
   void reduce(const at::Tensor& out, const at::Tensor& bias) override {
     const Chunk& own = plan_.own();
     if (own.rows > 0) {
       for (int rank = 0; rank < flight_.world_size(); ++rank) {
-        if (rank != flight_.rank()) flight_.await(rank, part_flags(own));
+        if (rank == flight_.rank()) continue;
+        Reading reading(flight_.context(), descriptor_.op, rank, begun_, flight_.device());
+        flight_.await(rank, part_flags(own));
+        reading.came(flight_.bytes(own));
       }
+      const Spending summing(flight_.context(), Entered::kSum, name_of(descriptor_.op), /*peer=*/-1,
+                             flight_.device());
       sum_own(all_ ? sum(own) : out, bias);
       if (all_) flight_.put_own_to_all(sum_offset(own), flight_.bytes(own), sum_flag_);
     }
@@ -287,17 +308,19 @@ class DeviceScatter : public ScatterByRank {
   void finish() override { flight_.finish(); }
 
  protected:
-  // The flag behind `flags_of_parts` says that an owner's sums are there.
+  // The flag behind `flags_of_parts` announces an owner's sums.
   DeviceScatter(DeviceTransport& transport, const FlightDescriptor& descriptor, bool all, int64_t parts_bytes,
                 int flags_of_parts)
       : ScatterByRank(transport.context(), descriptor, all),
         parts_bytes_(parts_bytes),
         sum_flag_{flags_of_parts, 1},
         flight_(transport, descriptor, parts_bytes + (all ? descriptor.rows * descriptor.row_bytes() : 0),
-                flags_of_parts + 1, /*pieces=*/0) {}
+                flags_of_parts + 1, /*pieces=*/0) {
+    begun_ = begin_of_op(flight_.device());
+  }
 
   virtual Flags part_flags(const Chunk& chunk) const = 0;
-  // The parts of this rank's rows have come.
+  // Sums the parts of this rank's rows, which have arrived.
   virtual void sum_own(const at::Tensor& out, const at::Tensor& bias) = 0;
 
  private:
@@ -310,7 +333,7 @@ class DeviceScatter : public ScatterByRank {
   DeviceFlight flight_;
 };
 
-// Every rank's part of this rank's rows lies in its slot, by rank.
+// A scatter whose slot contains every rank's part of this rank's rows, by rank.
 class PartsToOwners : public DeviceScatter {
  public:
   PartsToOwners(DeviceTransport& transport, const FlightDescriptor& descriptor, bool all)
@@ -353,9 +376,9 @@ class PartsToOwners : public DeviceScatter {
   int64_t part_bytes_;
 };
 
-// This rank's part of all rows lies in its slot, where each owner reads its own of all ranks at once and the
-// switch sums (NVLink multicast). Since peers read it, nobody writes into a slot again before all have
-// finished: see DeviceFlight.
+// A scatter with sums in the switch (NVLink multicast): the slot contains this rank's part of all rows, and
+// each owner reads its own rows from all ranks at once. Peers read the slot, so nobody writes into it again
+// before all have finished: see DeviceFlight.
 class SwitchSums : public DeviceScatter {
  public:
   SwitchSums(DeviceTransport& transport, const FlightDescriptor& descriptor, bool all)
@@ -365,7 +388,7 @@ class SwitchSums : public DeviceScatter {
   at::Tensor part(const Chunk& chunk) override {
     return flight_.view(flight_.at(flight_.offset(chunk)), chunk);
   }
-  // It stays where it is; its owner is told that it may read.
+  // The part stays in place; its owner is told that it may read.
   void publish(const Chunk& chunk) override {
     if (chunk.owner == flight_.rank() || chunk.rows == 0) return;
     flight_.put(nullptr, 0, chunk.owner, 0, part_flags(chunk));

@@ -24,12 +24,12 @@ namespace symm = c10d::symmetric_memory;
 constexpr unsigned kUncached = 3;          // hipDeviceMallocUncached
 constexpr unsigned kEnablePeerAccess = 1;  // hipIpcMemLazyEnablePeerAccess
 
-// What a rank tells its peers of an allocation, and they it: in CPU symmetric memory. The owner writes the
-// first two before the rendezvous.
+// The data about an allocation that ranks exchange, in CPU symmetric memory. The owner writes the first two
+// fields before the rendezvous.
 struct Page {
   HipIpcHandle handle;
   uint64_t bytes;
-  std::atomic<uint32_t> closed;  // peers that need the memory no more
+  std::atomic<uint32_t> closed;  // peers that no longer need the memory
 };
 
 void check(const HipRuntime& hip, int error, const std::string& doing) {
@@ -37,7 +37,7 @@ void check(const HipRuntime& hip, int error, const std::string& doing) {
               " failed: ", hip.hipGetErrorName(error), ".");
 }
 
-// One allocation of this rank, and the page about it.
+// One allocation of this rank, and its page.
 struct Block {
   Block(const HipRuntime& hip, c10::Device device, size_t bytes)
       : hip(hip),
@@ -66,12 +66,12 @@ struct Block {
   at::Tensor page_memory;
   Page* page;
   void* data = nullptr;
-  std::atomic<uint32_t> peers{0};  // that may have opened it
+  std::atomic<uint32_t> peers{0};  // peers that may have opened it
   c10::intrusive_ptr<symm::SymmetricMemory> handle;
 };
 
-// What is free here and open elsewhere; never destroyed, because the runtime may end before static objects
-// do.
+// Blocks that are free here and open elsewhere; never destroyed, because the runtime may end before static
+// objects do.
 struct Leaving {
   std::mutex mutex;
   std::list<std::shared_ptr<Block>> blocks;
@@ -92,11 +92,11 @@ struct Leaving {
   }
 };
 
-// The memory of all ranks, where this one sees it.
+// The memory of all ranks, as this rank maps it.
 class RocmSymmetricMemory : public symm::SymmetricMemory {
  public:
-  // `pages` are those of all ranks, which have these numbers in the job. Raises where a peer's memory cannot
-  // be opened, and then closes the others'.
+  // `pages` are those of all ranks, `job_ranks` their numbers in the job. Raises if a peer's memory cannot be
+  // opened, and then closes the others'.
   RocmSymmetricMemory(const HipRuntime& hip, c10::Device device, void* own, size_t bytes,
                       c10::intrusive_ptr<symm::SymmetricMemory> pages, std::vector<int> job_ranks)
       : hip_(hip),
@@ -155,7 +155,7 @@ class RocmSymmetricMemory : public symm::SymmetricMemory {
           "hipIpcOpenMemHandle of the memory of " + name_of(peer));
   }
 
-  // What this rank's device still does there ends first. A peer is told also where nothing was opened.
+  // Waits for this device's work there first. A peer is told even if nothing was opened.
   void close() {
     const c10::DeviceGuard guard(device_);
     static_cast<void>(hip_.hipDeviceSynchronize());
@@ -205,9 +205,9 @@ class RocmAllocator : public symm::SymmetricMemoryAllocator {
   c10::intrusive_ptr<symm::SymmetricMemory> rendezvous(
       void* pointer, const std::optional<std::string>& group_name) override {
     const auto block = find(pointer);
-    // Where this fails, some peer may have opened it all the same.
+    // If this fails, some peer may have opened it all the same.
     if (!block->handle) block->peers = std::numeric_limits<uint32_t>::max();
-    // The same group again gets the same pages, and another group a refusal.
+    // The same group gets the same pages again; another group is refused.
     auto pages = symm::rendezvous(block->page_memory, group_name);
     if (!block->handle) {
       block->peers = static_cast<uint32_t>(pages->get_world_size()) - 1;

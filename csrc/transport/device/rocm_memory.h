@@ -1,13 +1,12 @@
-// Symmetric memory of GPUs of AMD that no cache keeps, for flags that a peer raises while a kernel polls
-// them.
+// Symmetric memory of AMD's GPUs that no cache keeps, for flags that a peer raises while a kernel polls them.
 //
-// torch's own (2.11 to 2.13) is hipMemCreate() of pinned memory, which the L2 of its device caches, so a poll
-// may read an old flag for ever; this is hipExtMallocWithFlags() of uncached memory (ROCm 5.7 and newer),
-// which peers open by its hipIpc handle. Not registered with torch: what a user's own code asks torch for
+// torch's own (2.11 to 2.13) is hipMemCreate() of pinned memory. The device's L2 caches it, so a poll may
+// read an old flag forever. This is hipExtMallocWithFlags() of uncached memory (ROCm 5.7 and newer), which
+// peers open by its hipIpc handle. It is not registered with torch: what a user's code requests from torch
 // stays torch's.
 //
-// Ranks find each other through a page of CPU symmetric memory for each allocation, which carries the handle.
-// It has the deadline, the checks and the sentences of that rendezvous.
+// For each allocation, ranks meet in a page of CPU symmetric memory, which carries the handle. Its rendezvous
+// brings the deadline, the checks and the messages.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -17,10 +16,10 @@
 
 namespace pyruntime {
 
-// alloc() and rendezvous() raise RuntimeError with HIP's name for what went wrong; rendezvous() also
-// CommTimeout and PeerLost, and ValueError where sizes differ. Memory that peers still have open is given
-// back later, at the first allocation or release after the last of them has closed it; that of a peer that
-// died, with this process. `hip` stays loaded.
+// alloc() and rendezvous() raise RuntimeError with HIP's name for the error; rendezvous() also CommTimeout
+// and PeerLost, and ValueError if sizes differ. Memory that peers still have open is freed later: at the
+// first allocation or release after the last peer has closed it, or with this process if a peer died. `hip`
+// stays loaded.
 c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemoryAllocator> rocm_memory(c10::DeviceType type,
                                                                                  const HipRuntime& hip);
 

@@ -10,6 +10,7 @@
 
 #include "core/deadline.h"
 #include "transport/device/block_budget.h"
+#include "transport/device/pairs.h"
 #include "transport/device/streams.h"
 #include "transport/device/sums.h"
 #include "transport/flights.h"
@@ -18,10 +19,19 @@ namespace pyruntime {
 
 namespace {
 
-// Of a tag: its flight, and its step in that; what is above is the group's.
+// The bits of a tag: its flight, its step in the flight, and above these the group's instance.
 constexpr int kFlightBits = 8;
 constexpr int kStepBits = 12;
 constexpr int kInstances = 1 << (31 - kFlightBits - kStepBits);
+
+// The process group whose backend sends and receives.
+struct Link {
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group;
+  std::vector<int> ranks;  // in it, by rank
+  // The owner of the blocks that are reserved beside fused kernels: the process group, or all of its pairs
+  // together. A rank has at most four pairs under way: two neighbours, two directions.
+  const void* with_room;
+};
 
 // One send and one receive, either of which may be missing.
 struct Step {
@@ -36,21 +46,20 @@ struct Step {
 
 class ExchangeTransport : public Transport {
  public:
-  ExchangeTransport(GroupContext& context, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
-                    c10::intrusive_ptr<c10d::Backend> backend, c10::Device device, int hosts, int instance,
-                    const DeviceLibrary* library)
+  ExchangeTransport(GroupContext& context, Link link, c10::intrusive_ptr<c10d::Backend> backend,
+                    c10::Device device, int hosts, int instance, const DeviceLibrary* library)
       : Transport(context),
-        process_group_(std::move(process_group)),
+        link_(std::move(link)),
         backend_(std::move(backend)),
         device_(device),
         streams_(device),
         hosts_(hosts),
         instance_(instance),
         library_(library) {
-    if (!device_.is_cpu()) BlockBudget::of(device_).leave_room(process_group_.get());
+    if (!device_.is_cpu()) BlockBudget::of(device_).leave_room(link_.with_room);
   }
   ~ExchangeTransport() override {
-    if (!device_.is_cpu()) BlockBudget::of(device_).no_room(process_group_.get());
+    if (!device_.is_cpu()) BlockBudget::of(device_).no_room(link_.with_room);
   }
 
   std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override;
@@ -85,7 +94,7 @@ class ExchangeTransport : public Transport {
  private:
   friend class ExchangeFlight;
 
-  // Of one flight under way, and of the one before it until its sends have been waited for.
+  // The slot of a flight under way, and of its predecessor until its sends have been waited for.
   struct Slot {
     bool in_flight = false;
     Op op = Op::kAllGather;
@@ -113,7 +122,7 @@ class ExchangeTransport : public Transport {
     return memory;
   }
 
-  // Begins step `index` of a flight; what the caller's stream has been given so far comes first.
+  // Begins step `index` of a flight, after all work of the caller's stream so far.
   Step begin(uint64_t flight, const char* what, int index, int to, const at::Tensor& from_here, int from,
              const at::Tensor& here) {
     Step step;
@@ -128,15 +137,15 @@ class ExchangeTransport : public Transport {
     const auto add = [&](c10::intrusive_ptr<c10d::Work> work) {
       if (!together) step.works.push_back(std::move(work));
     };
-    try {  // gloo raises here where a connection is closed already
+    try {  // gloo raises here if a connection is already closed
       if (together) backend_->startCoalescing();
       if (here.numel() > 0) {
         std::vector<at::Tensor> tensors{here};
-        add(backend_->recv(tensors, context_.process_group_ranks.at(from), tag));
+        add(backend_->recv(tensors, link_.ranks.at(from), tag));
       }
       if (from_here.numel() > 0) {
         std::vector<at::Tensor> tensors{from_here};
-        add(backend_->send(tensors, context_.process_group_ranks.at(to), tag));
+        add(backend_->send(tensors, link_.ranks.at(to), tag));
       }
       if (together) step.works.push_back(backend_->endCoalescing());
     } catch (const std::exception& error) {
@@ -150,8 +159,8 @@ class ExchangeTransport : public Transport {
     if (std::exchange(step.is_awaited, true)) return;
     for (const auto& work : step.works) {
       try {
+        const Spending waiting(context_, Entered::kWait, what, step.receives_from, device_);
         if (device_.is_cpu()) {
-          const Spending waiting(context_, Entered::kWait, what);
           work->wait(milliseconds(context_.deadline_seconds));
         } else {
           work->wait();
@@ -164,7 +173,7 @@ class ExchangeTransport : public Transport {
   void await(std::vector<Step>& steps, const char* what) {
     for (Step& step : steps) {
       await(step, what);
-      // Streams wait for ever: a step that began so long ago and has not ended will not.
+      // Streams wait forever: a step that has not ended after the deadline will not end.
       if (device_.is_cpu() || monotonic_seconds() - step.begun_s < context_.deadline_seconds) continue;
       for (const auto& work : step.works) {
         if (!work->isCompleted()) raise(step, what, "it is still under way");
@@ -187,7 +196,7 @@ class ExchangeTransport : public Transport {
         failure_of(context_, late ? CommErrorKind::kTimeout : CommErrorKind::kPeerLost, text.str()));
   }
 
-  c10::intrusive_ptr<c10d::ProcessGroup> process_group_;  // keeps the backend's threads
+  Link link_;  // keeps the backend's threads
   c10::intrusive_ptr<c10d::Backend> backend_;
   c10::Device device_;
   DeviceStreams streams_;
@@ -198,7 +207,7 @@ class ExchangeTransport : public Transport {
   std::array<Slot, kSlots> slots_;
 };
 
-// What gathers and scatters have in common: a slot, steps, and the end.
+// The common part of gathers and scatters: a slot, steps, and the end.
 class ExchangeFlight {
  public:
   ExchangeFlight(ExchangeTransport& transport, const FlightDescriptor& descriptor, int64_t arriving_bytes,
@@ -214,6 +223,8 @@ class ExchangeFlight {
   int rank() const { return transport_.rank(); }
   int world_size() const { return transport_.world_size(); }
   const DeviceLibrary* library() const { return transport_.library_; }
+  c10::Device device() const { return transport_.device_; }
+  GroupContext& context() const { return transport_.context(); }
   void* stream() const { return transport_.streams_.current(); }
   int64_t bytes(const Chunk& chunk) const { return chunk.rows * descriptor_.row_bytes(); }
 
@@ -224,7 +235,7 @@ class ExchangeFlight {
 
   // The rank that is `distance` ranks after this one.
   int after(int distance) const { return (rank() + distance + world_size()) % world_size(); }
-  // How many ranks `other` is after this one, and before it.
+  // The distance from this rank to `other`, forwards and backwards.
   int distance_to(int other) const { return (other - rank() + world_size()) % world_size(); }
   int distance_from(int other) const { return (rank() - other + world_size()) % world_size(); }
 
@@ -254,33 +265,37 @@ class ExchangeFlight {
 
 namespace {
 
-// This rank's rows to every other, those of the nearest rank after it first.
+// Sends this rank's rows to every other rank; the rows of the nearest rank after it arrive first. In a send,
+// whoever has no rows begins to receive with the flight, ahead of its wait.
 class ExchangeGather : public GatherByRank {
  public:
   ExchangeGather(ExchangeTransport& transport, const FlightDescriptor& descriptor)
       : GatherByRank(transport.context(), descriptor),
-        flight_(transport, descriptor, descriptor.rows * descriptor.row_bytes(), 0) {}
+        flight_(transport, descriptor, descriptor.rows * descriptor.row_bytes(), 0) {
+    if (descriptor.op == Op::kSend && plan_.own().rows == 0) begin_steps();
+  }
 
   at::Tensor memory(const Chunk& chunk) override {
     return flight_.arriving(chunk.begin * descriptor_.row_bytes(), chunk);
   }
-  void publish(const Chunk& own) override {
-    for (int step = 1; step < flight_.world_size(); ++step) {
-      const int from = flight_.after(step);
-      flight_.begin(step, flight_.after(-step), memory(own), from, memory(plan_.of(from)));
-    }
-  }
+  void publish(const Chunk& /*own*/) override { begin_steps(); }
   void wait(const Chunk& chunk) override {
     if (chunk.owner != flight_.rank()) flight_.await(flight_.distance_to(chunk.owner));
   }
   void finish() override { flight_.finish(); }
 
  private:
+  void begin_steps() {
+    for (int step = 1; step < flight_.world_size(); ++step) {
+      const int from = flight_.after(step);
+      flight_.begin(step, flight_.after(-step), memory(plan_.own()), from, memory(plan_.of(from)));
+    }
+  }
+
   ExchangeFlight flight_;
 };
 
-// Every rank's part of this rank's rows arrives, by rank; then, where they are asked for, the sums of all
-// rows.
+// Receives every rank's part of this rank's rows, by rank, and then, if requested, the sums of all rows.
 class ExchangeScatter : public ScatterByRank {
  public:
   ExchangeScatter(ExchangeTransport& transport, const FlightDescriptor& descriptor, bool all)
@@ -288,7 +303,9 @@ class ExchangeScatter : public ScatterByRank {
         flight_(transport, descriptor,
                 transport.world_size() * plan_.own().rows * descriptor.row_bytes() +
                     (all ? descriptor.rows * descriptor.row_bytes() : 0),
-                descriptor.rows * descriptor.row_bytes()) {}
+                descriptor.rows * descriptor.row_bytes()) {
+    begun_ = begin_of_op(flight_.device());
+  }
 
   at::Tensor part(const Chunk& chunk) override {
     if (chunk.owner == flight_.rank()) return part_of(flight_.rank());
@@ -305,10 +322,16 @@ class ExchangeScatter : public ScatterByRank {
     const Chunk& own = plan_.own();
     std::vector<at::Tensor> parts;
     for (int rank = 0; rank < flight_.world_size(); ++rank) {
-      if (rank != flight_.rank()) flight_.await(flight_.distance_from(rank));
+      if (rank != flight_.rank()) {
+        Reading reading(flight_.context(), descriptor_.op, rank, begun_, flight_.device());
+        flight_.await(flight_.distance_from(rank));
+        reading.came(flight_.bytes(own));
+      }
       parts.push_back(part_of(rank));
     }
     if (own.rows > 0) {
+      const Spending summing(flight_.context(), Entered::kSum, name_of(descriptor_.op), /*peer=*/-1,
+                             flight_.device());
       const at::Tensor target = all_ ? sum(own) : out.view(parts.front().sizes());
       sum_in_order(target, parts, bias, flight_.library(), flight_.stream());
     }
@@ -339,10 +362,6 @@ class ExchangeScatter : public ScatterByRank {
 }  // namespace
 
 std::unique_ptr<GatherFlight> ExchangeTransport::gather(const FlightDescriptor& descriptor) {
-  TORCH_CHECK_VALUE(descriptor.op != Op::kSend, "Group '", context_.name, "' spans ", hosts_,
-                    " hosts, and messages between ", device_,
-                    " devices of several hosts are not built: keep pipeline and context parallelism inside a "
-                    "host, or train on CPU tensors.");
   return std::make_unique<ExchangeGather>(*this, descriptor);
 }
 
@@ -352,10 +371,11 @@ std::unique_ptr<ScatterFlight> ExchangeTransport::scatter(const FlightDescriptor
 
 std::unique_ptr<Transport> make_several_hosts_device_transport(
     GroupContext& context, c10::intrusive_ptr<c10d::ProcessGroup> process_group, c10::Device device,
-    int hosts, int instance, const DeviceLibrary* library, std::string& why_not) {
+    int hosts, int instance, const std::string& pair, const DeviceLibrary* library, std::string& why_not) {
+  const auto backend_of = [&](c10d::ProcessGroup& group) { return group.getBackend(device.type()); };
   c10::intrusive_ptr<c10d::Backend> backend;
   try {
-    backend = process_group->getBackend(device.type());
+    backend = backend_of(*process_group);
   } catch (const c10::Error&) {
     why_not = "its process group has no backend for " + device.str() + " tensors; " +
               "initialize it with 'cpu:gloo,cuda:nccl'";
@@ -367,8 +387,14 @@ std::unique_ptr<Transport> make_several_hosts_device_transport(
         " does not send in the order of streams; initialize the process group with 'cpu:gloo,cuda:nccl'";
     return nullptr;
   }
-  return std::make_unique<ExchangeTransport>(context, std::move(process_group), std::move(backend), device,
-                                             hosts, instance, library);
+  Link link{process_group, context.process_group_ranks, process_group.get()};
+  if (!device.is_cpu() && !pair.empty()) {
+    // Another address, which lives as long.
+    link = {make_pair(pair, context, device), {0, 1}, backend.get()};
+    backend = backend_of(*link.process_group);
+  }
+  return std::make_unique<ExchangeTransport>(context, std::move(link), std::move(backend), device, hosts,
+                                             instance, library);
 }
 
 }  // namespace pyruntime

@@ -1,9 +1,12 @@
-// Transport between the devices of several hosts: chunks go straight from rank to rank by the sends and
-// receives of the process group (NCCL), which streams order as they order copies. Nothing waits on the host,
-// so an op returns before its chunks have come, as every op on a device does.
+// Transport between the devices of several hosts: chunks go straight from rank to rank by the process group's
+// sends and receives (NCCL), in stream order. Nothing waits on the host, so an op returns before its chunks
+// have arrived, as every op on a device does.
 //
-// Step s of a flight sends to one rank and receives from another, as one call: chunks arrive in the order in
+// Step s of a flight sends to one rank and receives from another in one call. Chunks arrive in the order in
 // which they are read, and every rank takes its steps in the order of its program, which is the same on all.
+//
+// A pipeline's ranks have different programs, so messages between two ranks have a process group of their own
+// (pairs.h). A message's receive begins with its flight.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -17,12 +20,12 @@
 
 namespace pyruntime {
 
-// Over the backend that `process_group` has for that device, among the context's ranks; nullptr where that
-// has none that sends and receives in the order of streams, and then `why_not` says why. `instance` tells the
-// messages of groups apart that share the process group, the same on all ranks. `library`: sums by one
-// kernel; nullptr: by torch's.
+// Uses the backend of `process_group` for that device, among the context's ranks. Returns nullptr, with the
+// reason in `why_not`, if no backend sends and receives in stream order. `instance`, the same on all ranks,
+// tells apart the messages of groups that share the process group. `pair`: for an edge, the name of a process
+// group to make for its two ranks; else empty. `library` sums in one kernel; with nullptr torch sums.
 std::unique_ptr<Transport> make_several_hosts_device_transport(
     GroupContext& context, c10::intrusive_ptr<c10d::ProcessGroup> process_group, c10::Device device,
-    int hosts, int instance, const DeviceLibrary* library, std::string& why_not);
+    int hosts, int instance, const std::string& pair, const DeviceLibrary* library, std::string& why_not);
 
 }  // namespace pyruntime

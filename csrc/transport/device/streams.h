@@ -1,4 +1,4 @@
-// The streams of an op on a device: the caller's, and one beside it for what moves. On a device without
+// The streams of an op on a device: the caller's, and one beside it for moving rows. On a device without
 // streams (the CPU) everything happens at once and in order, and nothing here does anything.
 #pragma once
 
@@ -15,7 +15,7 @@ namespace pyruntime {
 
 class DeviceStreams {
  public:
-  // `ways`: around rings.
+  // `ways`: the number of ways around rings.
   explicit DeviceStreams(c10::Device device, int ways = 0) : device_(device), guard_(device.type()) {
     if (!has_streams()) return;
     const auto take = [&] { return guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true); };
@@ -24,18 +24,18 @@ class DeviceStreams {
   }
 
   c10::Stream current_stream() const { return guard_.getStream(device_); }
-  // As the library's functions take them.
+  // Streams in the form that the library's functions take.
   void* current() const { return has_streams() ? guard_.getStream(device_).native_handle() : nullptr; }
   void* moving() const { return has_streams() ? moving_->native_handle() : nullptr; }
 
-  // What is put on the moving stream from now on comes after all that the caller's stream has so far.
+  // Makes what the moving stream gets from now on wait for all that the caller's stream has so far.
   void move_after_current() const {
     if (!has_streams()) return;
     c10::Event event(device_.type());
     event.record(guard_.getStream(device_));
     event.block(*moving_);
   }
-  // Each way around rings has a stream of its own: each uses other links, and waits for other ranks.
+  // Each way around rings has a stream of its own: it uses other links and waits for other ranks.
   void* way(int way) const { return has_streams() ? ways_[way].native_handle() : nullptr; }
   void ways_after_current() const {
     if (!has_streams()) return;
@@ -43,7 +43,7 @@ class DeviceStreams {
     event.record(guard_.getStream(device_));
     for (const c10::Stream& way : ways_) event.block(way);
   }
-  // From now on the first way comes after what all have so far.
+  // Makes the first way wait for all that the other ways have so far.
   void join_ways() const {
     for (size_t way = 1; way < ways_.size(); ++way) {
       c10::Event event(device_.type());
@@ -51,14 +51,14 @@ class DeviceStreams {
       event.block(ways_.front());
     }
   }
-  // What the first way has so far, for current_after().
+  // The work of the first way so far, for current_after().
   std::optional<c10::Event> first_way() const {
     if (!has_streams()) return std::nullopt;
     c10::Event event(device_.type());
     event.record(ways_.front());
     return event;
   }
-  // What the moving stream has so far, for current_after().
+  // The work of the moving stream so far, for current_after().
   std::optional<c10::Event> moved() const {
     if (!has_streams()) return std::nullopt;
     c10::Event event(device_.type());
@@ -68,11 +68,11 @@ class DeviceStreams {
   void current_after(const std::optional<c10::Event>& event) const {
     if (event) event->block(guard_.getStream(device_));
   }
-  // Makes the moving stream the caller's within a scope.
+  // Makes the moving stream the current one within a scope.
   c10::OptionalStreamGuard on_moving() const {
     return has_streams() ? c10::OptionalStreamGuard(*moving_) : c10::OptionalStreamGuard();
   }
-  // Waits, on the host, for all that the device was given.
+  // Waits on the host for all work of the device.
   void synchronize() const {
     if (has_streams()) guard_.synchronizeDevice(device_.index());
   }

@@ -1,5 +1,5 @@
-// Memory that the ranks of one host share, a slot of it for each flight under way, with flags that say what
-// in it has been written.
+// Memory that the ranks of one host share: a slot for each flight under way, with flags for its written
+// parts.
 #pragma once
 
 #include <cstdint>
@@ -17,17 +17,17 @@ class HostFlight {
   virtual ~HostFlight() = default;
 
   virtual uint64_t number() const = 0;
-  // Start of the peer's slot.
+  // The start of the peer's slot.
   virtual char* memory(int peer) = 0;
-  // Flag `chunk` of this rank is set: what it stands for may be read. Any thread may call it.
+  // Sets flag `chunk` of this rank: the memory that it stands for may be read. Any thread.
   virtual void publish(int chunk) = 0;
-  // Whether the peer's flag is set. Any thread may call it.
+  // Whether the peer's flag is set. Any thread.
   virtual bool ready(int peer, int chunk) const = 0;
-  // Waits until the peer has begun this flight and raises ValueError where it is doing something else.
+  // Waits until the peer has begun this flight; raises ValueError if it is doing something else.
   virtual const FlightDescriptor& rendezvous(int peer) = 0;
   // Waits for the peer's flag.
   virtual void wait(int peer, int chunk) = 0;
-  // This rank has read all it wanted: the peers may use their memory again.
+  // Says that this rank has read all that it wanted: the peers may use their memory again.
   virtual void finish() = 0;
 };
 
@@ -40,14 +40,14 @@ class HostWorkspace {
   virtual int64_t bytes() const = 0;
 };
 
-// Workspaces shared through symmetric memory. Collective over the ranks of the host: `ranks` gives their
-// ranks in the group, in order, and `local_rank` which of them this is; `group` is theirs. A flight has
-// `flags` flags on each rank.
+// Makes a workspace shared through symmetric memory. Collective over the ranks of the host: `ranks` are their
+// numbers in the group, in order, `local_rank` is this rank's place among them, and `group` is theirs. A
+// flight has `flags` flags on each rank.
 std::unique_ptr<HostWorkspace> make_symmetric_workspace(GroupContext& context,
                                                         std::unique_ptr<WorkspaceGroup> group,
                                                         std::vector<int> ranks, int local_rank, int flags);
 
-// For a rank that is alone on its host.
+// Makes the workspace of a rank that is the only one on its host.
 std::unique_ptr<HostWorkspace> make_private_workspace(GroupContext& context, int flags);
 
 }  // namespace pyruntime

@@ -11,7 +11,7 @@ namespace pyruntime {
 
 namespace {
 
-// A rank's slot holds its rows.
+// A gather: each rank's slot contains its rows.
 class OneHostGather : public GatherByRank {
  public:
   OneHostGather(GroupContext& context, HostWorkspace& workspace, const FlightDescriptor& descriptor)
@@ -30,8 +30,8 @@ class OneHostGather : public GatherByRank {
   std::unique_ptr<HostFlight> flight_;
 };
 
-// A rank's slot holds its part of all rows, chunk by chunk, so that what one owner reads is contiguous. Flags
-// are numbered by owner: its part is written; and once more for the owner's sums.
+// A scatter: each rank's slot contains its part of all rows, chunk by chunk, so that what one owner reads is
+// contiguous. Flag `owner`: the part of that owner's rows is written; P + owner: the owner's sums.
 class OneHostScatter : public ScatterByRank {
  public:
   OneHostScatter(GroupContext& context, HostWorkspace& workspace, const FlightDescriptor& descriptor,
@@ -45,7 +45,7 @@ class OneHostScatter : public ScatterByRank {
 
   void reduce(const at::Tensor& out, const at::Tensor& bias) override {
     const Chunk& own = plan_.own();
-    // For all_reduce the sums go where this rank's part of its own rows stood, which only this rank reads.
+    // For all_reduce the sums replace this rank's part of its own rows, which only this rank reads.
     const at::Tensor target = all_ ? part(own) : out;
     std::vector<const void*> parts;
     for (int rank = 0; rank < plan_.world_size(); ++rank) {

@@ -1,5 +1,4 @@
-// Transport between ranks of one host: they read each other's rows where they were written, and nothing is
-// sent.
+// Transport between ranks of one host: they read each other's rows where they were written; nothing is sent.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// The workspace of a rank that shares its host with no other: plain memory, and flags for its own threads.
+// The workspace of a rank that is the only one on its host: plain memory, and flags for its own threads.
 #include <array>
 #include <atomic>
 #include <memory>

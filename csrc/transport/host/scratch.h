@@ -1,4 +1,4 @@
-// Memory of this process alone that is kept from flight to flight and only grows.
+// Memory private to this process that is kept from flight to flight and only grows.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -11,7 +11,7 @@ namespace pyruntime {
 
 class Scratch {
  public:
-  // Contents are undefined, old pointers too.
+  // Makes room for `bytes`. The contents become undefined, and old pointers invalid.
   char* claim(int64_t bytes) {
     constexpr int64_t kAlignment = 4096;
     if (bytes > bytes_) {

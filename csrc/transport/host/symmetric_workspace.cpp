@@ -24,13 +24,13 @@ namespace symm = c10d::symmetric_memory;
 using Number = std::atomic<uint64_t>;  // of an op: 1, 2, ... in the order in which all ranks begin them
 
 // One slot of the control block, in its owner's memory; only the owner writes. Numbers only grow, so nothing
-// is ever reset and a late reader can never mistake an old flag for a new one.
+// is ever reset, and a late reader never takes an old flag for a new one.
 struct alignas(64) SlotControl {
   Number begun;  // written after `descriptor`
   FlightDescriptor descriptor;
   int64_t bytes;
-  pid_t pid;                    // of the owner; in slot 0 only
-  alignas(64) Number finished;  // its owner has read all it wanted from the peers' slots
+  pid_t pid;                    // the owner's; in slot 0 only
+  alignas(64) Number finished;  // the owner has read all it wanted from the peers' slots
 };
 
 // A control block: kSlots SlotControls, then for every slot the `ready` numbers of its flags.
@@ -100,8 +100,8 @@ class SymmetricWorkspace : public HostWorkspace {
     return slot;
   }
 
-  // While this group's memory is being set up. Before the first op the peers are not known yet, and the
-  // deadline alone ends the wait.
+  // Called while this group's memory is being set up. Before the first op the peers are not known yet, and
+  // only the deadline ends the wait.
   void check_all_peers() {
     for (size_t peer = 0; peer < peers_.size(); ++peer) {
       if (!peers_[peer].gone()) continue;
@@ -110,9 +110,9 @@ class SymmetricWorkspace : public HostWorkspace {
     }
   }
 
-  // All ranks reach the same flight with the same byte count, so all of them grow, or none does. The peers'
-  // descriptors are compared first: a rank that disagrees about the op would otherwise leave the others
-  // waiting in the rendezvous.
+  // All ranks reach the same flight with the same byte count, so all grow or none does. The peers'
+  // descriptors are compared first: a rank that disagrees about the op would leave the others waiting in the
+  // rendezvous.
   void grow(int slot, uint64_t number, const FlightDescriptor& descriptor, int64_t bytes) {
     for (int peer = 0; peer < size_; ++peer) {
       if (peer != local_rank_) await_begun(peer, number, descriptor);
@@ -130,7 +130,7 @@ class SymmetricWorkspace : public HostWorkspace {
     }
   }
 
-  // Waits until the peer has begun op `number`, and compares what it is doing with what this rank is doing.
+  // Waits until the peer has begun op `number`, and compares its op with this rank's.
   const FlightDescriptor& await_begun(int peer, uint64_t number, const FlightDescriptor& descriptor) {
     const SlotControl& theirs = blocks_[peer].slot(slot_of(number));
     await(theirs.begun, number, number, peer, descriptor.op, "begin");
@@ -182,7 +182,7 @@ class SymmetricWorkspace : public HostWorkspace {
 
   GroupContext& context_;
   std::unique_ptr<WorkspaceGroup> group_;
-  std::vector<int> ranks_;  // of the group, by rank on this host
+  std::vector<int> ranks_;  // numbers in the group, by rank on this host
   int local_rank_;
   int size_;
   Slot control_;
@@ -190,7 +190,7 @@ class SymmetricWorkspace : public HostWorkspace {
   std::array<Slot, kSlots> slots_;
   std::vector<WatchedProcess> peers_;
   uint64_t last_number_ = 0;
-  Op op_ = Op::kAllGather;  // begun last
+  Op op_ = Op::kAllGather;  // the latest op
   std::string failure_;     // why this group cannot go on; empty while it can
 };
 
@@ -248,8 +248,8 @@ std::unique_ptr<HostFlight> SymmetricWorkspace::begin(const FlightDescriptor& de
   const uint64_t number = ++last_number_;
   const int slot = slot_of(number);
   op_ = descriptor.op;
-  // Made first: from here on an exception leaves the ranks out of step, and the flight's destructor tells
-  // the group.
+  // Made first: from here on an exception leaves the ranks out of step, and the flight's destructor tells the
+  // group.
   auto flight = std::make_unique<SymmetricFlight>(*this, number, descriptor);
   if (number > kSlots) await_slot(slot, number - kSlots, descriptor.op);
 

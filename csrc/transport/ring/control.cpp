@@ -13,10 +13,10 @@ namespace pyruntime {
 
 namespace {
 
-// How long a neighbour may take, after a deadline, to show that it runs.
+// The time that a neighbour has, after a deadline, to show that it runs.
 constexpr double kAnswerSeconds = 0.2;
-// After a deadline: how long to wait for the word of a rank that knows more. Together with the time that
-// neighbours have to answer it stays below the second that a rank may take beyond its deadline.
+// After a deadline: how long to wait for a better-informed rank's report. With the neighbours' time to answer
+// it stays below the second that a rank may take beyond its deadline.
 constexpr double kHearsaySeconds = 0.4;
 
 }  // namespace
@@ -51,7 +51,7 @@ void Control::take(int peer, const ControlMessage& message) {
   switch (message.kind) {
     case ControlMessage::kBegin:
       neighbour.last_begun = std::max(neighbour.last_begun, message.flight);
-      // Under the lock: either it is in its slot already, or introduce() comes later and finds it early.
+      // Under the lock: the flight is in its slot already, or introduce() comes later and finds the message.
       if (const std::shared_ptr<RingFlight> flight = slots_.find(message.flight)) {
         compare(peer, *flight, message.descriptor);
       } else {
@@ -69,7 +69,7 @@ void Control::take(int peer, const ControlMessage& message) {
   }
 }
 
-// What the neighbour has begun is what this rank has: then it has room for what this rank sends.
+// A neighbour that has begun the same flight as this rank has room for what this rank sends.
 void Control::compare(int peer, RingFlight& flight, const FlightDescriptor& theirs) {
   if (flight.announced().agrees_with(theirs)) return flight.give_credit(peer);
   health_.fail(failure_of(context_, CommErrorKind::kDisagree,
@@ -91,7 +91,7 @@ void Control::await(const std::function<bool()>& arrived, const RingFlight& flig
     return waiting_text(context_, flight.announced().op, flight.number(), peer, what());
   };
   LateReport report(context_.deadline_seconds, site);
-  // What comes by way of another rank of this host does not depend on this rank's neighbours.
+  // Chunks that arrive through another rank of this host do not depend on this rank's neighbours.
   const bool by_own_rail = layout_.local_rank_of(peer) == layout_.local_rank();
   const auto possible = [&] {
     health_.raise_if_failed(&flight);
@@ -101,7 +101,7 @@ void Control::await(const std::function<bool()>& arrived, const RingFlight& flig
   if (wait_until(arrived, context_.deadline_seconds, possible)) return;
   const std::string culprit = silent_neighbour(flight.number());
   if (culprit.empty()) {
-    // Whoever is stuck is no neighbour of this rank; one that is will say so, and its word is better.
+    // The stuck rank is no neighbour of this rank; one of its own neighbours will report it better.
     if (wait_until(arrived, kHearsaySeconds, possible)) return;
   }
   const Failure failure = failure_of(
@@ -112,7 +112,7 @@ void Control::await(const std::function<bool()>& arrived, const RingFlight& flig
   raise_for_all(failure);
 }
 
-// Nobody is left who could send what an op waits for.
+// Raises if nobody is left who could send what an op waits for.
 void Control::raise_if_deserted(const RingFlight& flight) {
   const std::string who = deserters();
   if (who.empty()) return;

@@ -1,6 +1,6 @@
-// What neighbours tell each other beside the data: that they have begun a flight, that a chunk leaves or has
-// come, that they are there, that they go. An op's wait for a peer ends by it: what it waits for comes, the
-// peer is lost, the deadline passes, ranks disagree.
+// Messages between neighbours beside the data: a flight has begun, a chunk leaves or has arrived, a rank is
+// there or goes. They end an op's wait for a peer: its chunk arrives, the peer is lost, the deadline passes,
+// or ranks disagree.
 #pragma once
 
 #include <cstdint>
@@ -25,18 +25,17 @@ class Control {
   Health& health() const { return health_; }
   const ControlLines& lines() const { return lines_; }
 
-  // Any thread. A line that is broken is noticed by the thread that listens to it.
+  // Any thread. The thread that listens to a line notices when it is broken.
   void tell(int peer, const ControlMessage& message) { lines_.at(peer)->send(message); }
   void tell_all(const ControlMessage& message);
 
-  // The op's thread: tells the neighbours that this rank has begun the flight and has room, and looks whether
-  // they have.
+  // The op's thread: tells the neighbours that this rank has begun the flight; checks whether they have.
   void introduce(RingFlight& flight);
-  // Waits for something that a peer does; `what` says what it is, for messages.
+  // Waits for an action of a peer; `what` names it in messages.
   void await(const std::function<bool()>& arrived, const RingFlight& flight, int peer,
              const std::function<std::string()>& what);
 
-  // The arbiter's thread: takes a message that is neither of a chunk that leaves nor of one that has come.
+  // The arbiter's thread: takes any message except notices and acknowledgements of chunks.
   void take(int peer, const ControlMessage& message);
   void closed_by(int peer);
 
@@ -50,12 +49,12 @@ class Control {
   };
 
   void compare(int peer, RingFlight& flight, const FlightDescriptor& theirs);
-  // Who of the neighbours holds flight `number` up, as far as this rank can tell; empty if it is none of
-  // them. Gives them time to answer.
+  // Names the neighbour that holds flight `number` up, as far as this rank can tell; empty if none does.
+  // Gives neighbours time to answer.
   std::string silent_neighbour(uint64_t number);
-  // What each has begun last.
+  // The op that each neighbour has begun last.
   std::string neighbours_text();
-  // Their names, where all have closed the group; else empty.
+  // The neighbours' names if all have closed the group; else empty.
   std::string deserters();
   void raise_if_deserted(const RingFlight& flight);
 

@@ -36,21 +36,21 @@ struct Address {
   int family() const { return storage.ss_family; }
 };
 
-// What a rank says first on a connection that it opened.
+// The first bytes that a rank sends on a connection that it opened.
 struct Hello {
   uint64_t token;  // from the listener's entry in the store: only ranks of this group know it
   int32_t rank;
   int32_t unused;
 };
 
-// A connection that was accepted, and what has come of its hello.
+// An accepted connection, and the part of its hello that has come.
 struct Greeting {
   UniqueFd connection;
   Hello hello{};
   size_t got = 0;
 
   bool is_whole() const { return got == sizeof(hello); }
-  // False where the other side has closed it.
+  // Returns false if the other side has closed it.
   bool receive() {
     while (!is_whole()) {
       const ssize_t count =
@@ -62,7 +62,7 @@ struct Greeting {
   }
 };
 
-// Of those that have not said hello; then the oldest is a stranger's.
+// The most connections without a whole hello; beyond that the oldest counts as a stranger's.
 constexpr size_t kMostGreeting = 256;
 
 // The address of a network interface, as GLOO_SOCKET_IFNAME names it.
@@ -93,8 +93,8 @@ bool resolve(const std::string& host, const std::string& port, Address& address)
   return true;
 }
 
-// The address under which peers reach this host: that of the interface gloo was told to use, else the one
-// from which the way to the job's master starts, else what the host's own name stands for.
+// The address under which peers reach this host: that of the interface that gloo was told to use; else the
+// one on the route to the job's master; else what the host's own name resolves to.
 Address own_address() {
   Address address;
   if (const char* names = std::getenv("GLOO_SOCKET_IFNAME")) {
@@ -106,7 +106,7 @@ Address own_address() {
   if (const char* master = std::getenv("MASTER_ADDR")) {
     Address target;
     if (resolve(master, "9", target)) {
-      // Connecting a datagram socket sends nothing; it only chooses the way.
+      // Connecting a datagram socket sends nothing; it only chooses the route.
       const UniqueFd probe(socket(target.family(), SOCK_DGRAM | SOCK_CLOEXEC, 0));
       address.length = sizeof(address.storage);
       if (probe.valid() && connect(probe.get(), target.get(), target.length) == 0 &&
@@ -190,7 +190,7 @@ class Caller {
     return connection;
   }
 
-  // Peers call in any order, and so do strangers, who may have nothing to say.
+  // Peers connect in any order. So do strangers, who may send nothing.
   std::pair<int, UniqueFd> answer(const std::vector<int>& expected) {
     while (true) {
       await_call(expected.front());
@@ -205,7 +205,7 @@ class Caller {
           greeting_.erase(each);
           return found;
         }
-        // Else a stranger: not of this group, and not our business.
+        // Anything else is a stranger: not of this group.
         each = is_open && !each->is_whole() ? std::next(each) : greeting_.erase(each);
       }
     }
@@ -233,7 +233,7 @@ class Caller {
 
   [[noreturn]] void fail(const std::string& what) { TORCH_CHECK(false, cannot(what)); }
 
-  // The peer, or the way to it.
+  // The peer, or the route to it, failed.
   [[noreturn]] void lose(const std::string& what) { C10_THROW_ERROR(DistNetworkError, cannot(what)); }
 
   std::string cannot(const std::string& what) const {

@@ -22,12 +22,12 @@ namespace {
 
 constexpr int kMaxPieces = 64;
 constexpr int64_t kTileRows = 64;  // fewer rows than this make a GEMM slow
-// Chunks too small to keep the link busy two at a time may be under way in as many bytes as the link carries
-// in this many latencies.
+// Chunks too small for two of them to keep the link busy may be under way in larger numbers: as many bytes as
+// the link carries in this many latencies.
 constexpr double kWindowLatencies = 4.0;
 constexpr int64_t kMostWindowBytes = 1 << 20;
 constexpr double kSendPieceSeconds = 8e-3;
-// No link of a process group is faster than 1 TB/s; a measurement may be.
+// No link of a process group is faster than 1 TB/s, but a measurement may say so.
 constexpr double kLeastSecondsPerByte = 1e-12;
 constexpr int64_t kLargestProbe = 1 << 22;
 
@@ -100,8 +100,7 @@ double exchange_probe(const GroupContext& context, const RingParts& parts, std::
   return monotonic_seconds() - start;
 }
 
-// Every rank sends to its neighbour downstream and receives from the one upstream, so the link is measured
-// as it will be used.
+// Sends downstream and receives from upstream, so the link is measured as it will be used.
 LinkCost measure(const GroupContext& context, const RingParts& parts, const Agree& agree) {
   std::vector<char> out(kLargestProbe, 1), in(kLargestProbe);
   return link_cost_of([&](int64_t bytes) { return exchange_probe(context, parts, in, out, bytes); }, agree);
@@ -109,11 +108,12 @@ LinkCost measure(const GroupContext& context, const RingParts& parts, const Agre
 
 }  // namespace
 
-// The time of a small message is the latency; the slope from there to one that takes about kProbeSeconds
-// gives the seconds per byte. The least of a few each, as whatever else the machine does only ever adds; then
-// the slowest rank's for all. Where the large one hardly takes longer, a busy machine or a long way hides the
-// slope, and all is measured again, of more bytes. At last all of a message's time counts as its bytes': more
-// than they cost, where no slope would say that they cost nothing.
+// A small message's time is the latency. The slope from it to a message of about kProbeSeconds gives the
+// seconds per byte. Each is the least of a few measurements, since other work on the machine only adds time;
+// then the slowest rank's counts for all.
+// If the large message hardly takes longer, a busy machine or a long route hides the slope, and all is
+// measured again with more bytes. In the end the whole time of a message counts as its bytes': more than they
+// cost, but a slope of zero would say that they cost nothing.
 LinkCost link_cost_of(const std::function<double(int64_t)>& probe, const Agree& agree) {
   constexpr int64_t kSmall = 1 << 10, kMedium = 1 << 16;
   constexpr double kProbeSeconds = 20e-3, kPlainly = 1.5, kAtLeast = 1.1;
@@ -140,7 +140,7 @@ LinkCost link_cost_of(const std::function<double(int64_t)>& probe, const Agree& 
   }
 }
 
-// All ranks must know the cost, or all measure.
+// All ranks must know the cost; otherwise all measure.
 LinkCost settle_link_cost(const GroupContext& context, const RingParts& parts, const Agree& agree) {
   std::string hosts;
   for (const std::string& name : parts.host_names) hosts += name + "\n";

@@ -1,4 +1,4 @@
-// What the link to a rank's neighbours costs, and into how many pieces that cuts its rows.
+// Measures the cost of the link to a rank's neighbours and chooses how many pieces its rows travel in.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -17,39 +17,38 @@ struct RingParts;
 struct RingOptions {
   // 0: chosen for each op from the link's cost.
   int64_t chunk_bytes = 0;
-  // What partial sums travel as; Undefined: as the operand's dtype.
+  // The dtype in which partial sums travel; Undefined: the operand's.
   c10::ScalarType wire = c10::ScalarType::Undefined;
 
   bool operator==(const RingOptions&) const = default;
 };
 
-// Gives the largest of the ranks' values to all of them; collective.
+// Returns, on all ranks, the largest of the ranks' values; collective.
 using Agree = std::function<std::vector<double>(const std::vector<double>&)>;
 
-// Measured once for a set of hosts, by all ranks; also settles how many bytes may be under way. Collective.
+// The link's cost, measured once for a set of hosts; also sets the bytes that may be under way. Collective.
 LinkCost settle_link_cost(const GroupContext& context, const RingParts& parts, const Agree& agree);
 
-// From the seconds that `probe` takes to exchange so many bytes with the neighbours; collective.
+// The link's cost by `probe(bytes)`, the seconds to exchange that many bytes with the neighbours; collective.
 LinkCost link_cost_of(const std::function<double(int64_t)>& probe, const Agree& agree);
 
-// Flags that a workspace needs for a ring over the layout.
+// The number of flags that a workspace needs for a ring.
 int ring_flags(int world_size, int hosts);
 
-// Pieces that a chunk is cut into: n minimises filling the pipeline (bytes * seconds_per_byte / n) plus the
-// chunks' latencies (n * latency_s), so n = sqrt(bytes * seconds_per_byte / latency_s); derived. Never so
-// many that a piece for a GEMM has fewer than a tile's rows, and an even number where two streams share
-// them.
+// The number of pieces that a rank's rows are cut into. Minimises the time to fill the pipeline (bytes *
+// seconds_per_byte / n) plus the latencies (n * latency_s): n = sqrt(bytes * seconds_per_byte / latency_s);
+// derived. A GEMM's piece has at least a tile's rows, and two streams share an even number.
 int ring_pieces(int64_t bytes, int64_t rows, bool with_matmul, int hosts, const LinkCost& cost,
                 const RingOptions& options);
 
-// Pieces of what is read whole (a send): nothing is gained by a piece but that more urgent chunks may pass,
-// so one takes 8 ms on the link.
+// The number of pieces of a message that is read whole (a send). Pieces only let more urgent chunks pass, so
+// each takes 8 ms on the link.
 int ring_send_pieces(int64_t bytes, int hosts, const LinkCost& cost, const RingOptions& options);
 
-// Why a ring of so many hosts cannot cut chunks into so many pieces; empty where it can.
+// Says why a ring of that many hosts cannot cut rows into that many pieces; empty if it can.
 std::string why_no_ring_of_pieces(int pieces, int hosts);
 
-// Half and twice the usual number of pieces, of these those that a ring of so many hosts can have.
+// Half and twice the usual number of pieces, as far as a ring of that many hosts allows them.
 std::vector<int> other_ring_pieces(int usual, int hosts);
 
 }  // namespace pyruntime

@@ -35,7 +35,7 @@ RingFlight::RingFlight(const HostLayout& layout, FlightKind kind, const FlightDe
     order_ = joined(ring_gather_order(layout, plan_, most));
   } else {
     order_ = joined(ring_scatter_order(layout, plan_, most));
-    // The sums of this rank are read whole; another's are announced piece by piece.
+    // This rank's sums are read whole; the others' are announced piece by piece.
     sums_order_ = ring_gather_order(layout, plan_, most);
     if (descriptor.row_blocks > 1) {
       sums_order_.erase(sums_order_.begin());
@@ -45,15 +45,14 @@ RingFlight::RingFlight(const HostLayout& layout, FlightKind kind, const FlightDe
   }
 }
 
-// As many as make a GEMM that is as fast as a large one. Blocks keep pieces apart in memory.
+// Enough pieces for a GEMM that is as fast as a large one. Blocks keep pieces apart in memory.
 int RingFlight::pieces_at_once() const {
   if (descriptor_.row_blocks > 1) return 1;
   const int64_t rows = std::max<int64_t>(1, plan_.max_rows() * descriptor_.inner / plan_.pieces());
   return static_cast<int>(std::max<int64_t>(1, kFastRows / rows));
 }
 
-// Pieces of this host's ranks are there at once and need not be visited one by one, where together they are
-// one matrix.
+// The pieces of this host's ranks are there at once: if they form one matrix, they are visited together.
 std::vector<Chunk> RingFlight::joined(std::vector<Chunk> order) const {
   if (descriptor_.row_blocks > 1) return order;
   std::vector<Chunk> result;
@@ -104,7 +103,7 @@ void RingFlight::lay_out(std::unique_ptr<HostFlight> host, Scratch& scratch) {
   for (const auto& state : streams_) {
     for (const Hop& hop : state->sends) to_prepare_ += hop.phase == RingPhase::kScatter ? 1 : 0;
   }
-  // Partial sums come to, and where they cannot be made in place leave from, memory of this process alone.
+  // Partial sums arrive in memory of this process, and leave from it if they cannot be made in place.
   int64_t total = 0;
   const bool in_place = layout_.ranks_per_host() == 1 && wire_ == descriptor_.scalar_type();
   for (const auto& state : streams_) {
@@ -129,7 +128,7 @@ void RingFlight::lay_out(std::unique_ptr<HostFlight> host, Scratch& scratch) {
   }
 }
 
-// `sums`: the second phase of an all_reduce, in which sums go round as rows do in a gather.
+// `sums`: the second phase of an all_reduce, in which sums travel as rows do in a gather.
 void RingFlight::add_hops(StreamState& state, RingPhase phase, bool sums) {
   const int rail = layout_.local_rank();
   const bool partial = phase == RingPhase::kScatter;
@@ -145,7 +144,7 @@ void RingFlight::add_hops(StreamState& state, RingPhase phase, bool sums) {
   };
   for (const RingItem& item : ring_receives(phase, state.stream, layout_.hosts())) {
     Hop hop = make(item);
-    if (hop.bytes == 0) continue;  // the neighbour knows it too
+    if (hop.bytes == 0) continue;  // the neighbour skips it too
     receive_of[{item.owner_host, item.piece}] = static_cast<int>(state.receives.size());
     state.receives.push_back(hop);
   }
@@ -246,8 +245,7 @@ void RingFlight::finish() {
   count_prepared();
 }
 
-// The host's other ranks may write to their parts again when this rank's op has read them and its partial
-// sums have been made of them.
+// The host's ranks may write to their parts again once this rank's op has read them and made its sums.
 void RingFlight::count_prepared() {
   if (to_prepare_.fetch_sub(1) == 1) host_->finish();
 }

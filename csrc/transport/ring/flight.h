@@ -1,4 +1,4 @@
-// One op on its way round the ring: what its threads share.
+// One op on its way round the ring: the state that its threads share.
 #pragma once
 
 #include <array>
@@ -22,14 +22,14 @@ class Control;
 
 enum class FlightKind { kGather, kScatter, kScatterAll };
 
-// A piece that goes one hop.
+// A piece on one hop.
 struct Hop {
   RingPhase phase;
   int owner_host;
   int piece;
   int64_t bytes;
-  char* memory;  // where it comes to, or leaves from
-  int after;     // a send: the receive that must have come before, or -1
+  char* memory;  // where it arrives, or leaves from
+  int after;     // for a send: the receive that must have arrived before; else -1
 };
 
 struct StreamState {
@@ -39,12 +39,12 @@ struct StreamState {
   std::unique_ptr<std::atomic<bool>[]> arrived;  // by receive
   std::vector<Travelled> travelled;              // by receive; valid once it has arrived
   std::vector<PendingTransfer> receiving;        // by receive
-  std::atomic<bool> credit{false};               // the neighbour downstream has room
-  std::atomic<size_t> acknowledged{0};           // sends
+  std::atomic<bool> credit{false};               // the downstream neighbour has room
+  std::atomic<size_t> acknowledged{0};           // number of sends acknowledged
 
   bool all_acknowledged() const { return acknowledged.load() == sends.size(); }
 
-  // The arbiter's thread alone:
+  // Only the arbiter's thread:
   struct Sent {
     PendingTransfer transfer;
     int64_t bytes;
@@ -54,17 +54,17 @@ struct StreamState {
   std::deque<Sent> under_way;
 };
 
-// Flags of a flight within its host.
+// A flight within a ring. Its flags within the host:
 //     gather          piece j of host h's rows is there           h * pieces + j
 //     scatter         this rank's part of piece j of rank o       o * pieces + j
 //     then, for all   the sum of piece j of host h's rows         (P + h) * pieces + j
 class RingFlight {
  public:
-  // `announced` is what the ranks compare.
+  // `announced` is the descriptor that ranks compare.
   RingFlight(const HostLayout& layout, FlightKind kind, const FlightDescriptor& descriptor,
              const FlightDescriptor& announced, ChunkPlan plan, c10::ScalarType wire);
 
-  // Bytes that the workspace needs on each rank.
+  // The bytes that the workspace needs on each rank.
   int64_t workspace_bytes() const;
   // Lays the hops out in memory once the workspace's flight has begun.
   void lay_out(std::unique_ptr<HostFlight> host, Scratch& scratch);
@@ -79,24 +79,24 @@ class RingFlight {
   HostFlight& host() const { return *host_; }
   std::vector<std::unique_ptr<StreamState>>& streams() { return streams_; }
 
-  // Chunks to visit, own host's pieces joined where they lie together.
+  // The chunks to visit; pieces of this host are joined if they are contiguous.
   const std::vector<Chunk>& order() const { return order_; }
   const std::vector<Chunk>& sums_order() const { return sums_order_; }
   std::vector<Chunk> own_chunks() const;
 
-  // Where this rank can read the chunk (gather, or sums of a scatter), or has its part of it (scatter).
+  // The memory where this rank reads the chunk (gather, or sums), or has its part of it (scatter).
   char* rows_at(const Chunk& chunk);
   char* part_at(int local_rank, const Chunk& chunk);
-  // That the rows are there, or in a scatter their sums.
+  // The flag that says that the rows, or in a scatter their sums, are there.
   int rows_flag(int owner, int piece) const;
   int part_flag(int owner, int piece) const { return owner * plan_.pieces() + piece; }
   std::vector<int> pieces_of(const Chunk& chunk) const;
-  // Of a piece as it travels; `partial`: of its partial sums.
+  // The bytes of a piece on the wire; `partial`: of its partial sums.
   int64_t wire_bytes(int owner, int piece, bool partial) const;
-  // Nothing travels for such a piece, and nobody waits for it.
+  // Whether nothing travels for this piece, so that nobody waits for it.
   bool is_empty(int owner, int piece) const { return wire_bytes(owner, piece, false) == 0; }
 
-  // A received piece: partial sum of this rank's own piece, and where it came.
+  // A received partial sum of this rank's own piece, and its arrival.
   struct OwnPartial {
     const char* memory;
     StreamState* stream;
@@ -104,22 +104,22 @@ class RingFlight {
   };
   const OwnPartial& own_partial(int piece) const { return own_partials_[piece]; }
 
-  // Of the piece of the chunk that came last, while the ledger is on: of its rows, or their sums.
+  // The journey of the chunk's piece that arrived last, or of its sums, while the ledger is on.
   Travelled travelled(const Chunk& chunk) const;
 
-  // Whether the hop may leave as far as this host is concerned.
+  // Whether the hop may leave, as far as this host is concerned.
   bool part_is_ready(const StreamState& stream, const Hop& hop) const;
-  // Makes the bytes of a hop: sums what this host adds to a partial sum.
+  // Makes the bytes of a hop: adds this host's parts to a partial sum.
   const void* prepare(StreamState& stream, const Hop& hop);
-  // Tells this host's ranks that a piece has come.
+  // Tells this host's ranks that a piece has arrived.
   void announce(const Hop& hop);
 
-  // The neighbour downstream has room for what this rank sends it.
+  // Notes that the downstream neighbour has room for what this rank sends it.
   void give_credit(int peer);
   bool all_acknowledged() const;
   bool finished() const { return finished_.load(); }
   void finish();
-  // A partial sum has been made of the host's parts.
+  // Counts a partial sum that has been made of the host's parts.
   void count_prepared();
 
  private:
@@ -140,15 +140,15 @@ class RingFlight {
   std::vector<std::unique_ptr<StreamState>> streams_;
   std::vector<OwnPartial> own_partials_;
   std::atomic<bool> finished_{false};
-  std::atomic<int> to_prepare_{1};  // hops that still read the host's memory, and the op
+  std::atomic<int> to_prepare_{1};  // hops that still read the host's memory, plus the op
 };
 
-// The flights under way. Only the op's thread puts them in, so it may look at them without the lock.
+// The flights under way. Only the op's thread changes them, so it may look at them without the lock.
 class FlightSlots {
  public:
   struct Slot {
-    std::shared_ptr<RingFlight> flight;  // the latest to work in it
-    Scratch scratch;                     // the op's thread's
+    std::shared_ptr<RingFlight> flight;  // the latest flight in the slot
+    Scratch scratch;                     // used by the op's thread
   };
 
   // --- the op's thread
@@ -157,7 +157,7 @@ class FlightSlots {
   const std::array<Slot, kSlots>& all() const { return slots_; }
   void put(const std::shared_ptr<RingFlight>& flight);
 
-  // --- any thread: nullptr where this rank has not begun it, or has used its slot again
+  // --- any thread: nullptr if this rank has not begun the flight, or has reused its slot
   std::shared_ptr<RingFlight> find(uint64_t number) const;
 
  private:
@@ -165,7 +165,7 @@ class FlightSlots {
   std::array<Slot, kSlots> slots_;
 };
 
-// A flight as an op sees it. The op's thread alone.
+// A flight as an op sees it. For the op's thread only.
 std::unique_ptr<GatherFlight> make_ring_gather(Control& control, Arbiter& arbiter,
                                                std::shared_ptr<RingFlight> flight);
 std::unique_ptr<ScatterFlight> make_ring_scatter(Control& control, Arbiter& arbiter,

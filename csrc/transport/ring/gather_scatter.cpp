@@ -16,7 +16,7 @@ namespace pyruntime {
 
 namespace {
 
-// What a gather and a scatter have in common.
+// The common part of a gather and a scatter.
 class RingOp {
  public:
   RingOp(Control& control, Arbiter& arbiter, std::shared_ptr<RingFlight> flight)
@@ -42,12 +42,12 @@ class RingOp {
     flight_->host().publish(flag);
     wake();
   }
-  // What a lane may send has been written.
+  // Called when a part that a lane may send has been written.
   void wake() { arbiter_.wake(); }
   void await(const std::function<bool()>& arrived, int peer, const std::function<std::string()>& what) {
     control_.await(arrived, *flight_, peer, what);
   }
-  // Waits for a flag of a rank of this host, of what `peer` does.
+  // Waits until a rank of this host sets the flag for an action of `peer`.
   void await(int local, int flag, int peer, const std::function<std::string()>& what) {
     await([&] { return flight_->host().ready(local, flag); }, peer, what);
   }
@@ -150,7 +150,7 @@ class RingScatter : public ScatterFlight {
   }
 
  private:
-  // Sums for other hosts, that come here to get this host's parts.
+  // Counts other hosts' sums, which pass here to get this host's parts.
   void count_passed_on() {
     RingFlight& flight = ring_.flight();
     for (const auto& state : flight.streams()) {
@@ -158,7 +158,7 @@ class RingScatter : public ScatterFlight {
       for (size_t i = 0; i < state->receives.size(); ++i) {
         const Hop& hop = state->receives[i];
         if (hop.phase != RingPhase::kScatter || hop.owner_host == ring_.layout().host()) continue;
-        // Behind this rank's own sums, unless it has no rows: then what passes may still be on its way.
+        // They came before this rank's own sums, unless it has no rows: then they may still be on their way.
         const bool is_here = state->arrived[i].load(std::memory_order_acquire);
         Reading(ring_.context(), flight.announced().op, from, flight.begun())
             .came(hop.bytes, is_here ? state->travelled[i] : Travelled{});

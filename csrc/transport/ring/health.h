@@ -1,4 +1,4 @@
-// Whether a ring works: its first failure, and why no op may begin any more. Any thread.
+// The state of a ring: its first failure, and why no op may begin any more. Any thread.
 #pragma once
 
 #include <atomic>
@@ -17,19 +17,19 @@ class Health {
   Health(const GroupContext& context, const HostLayout& layout) : context_(context), layout_(layout) {}
 
   bool has_failed() const { return failed_.load(); }
-  // Neither has anything failed, nor was an op left by an exception.
+  // Whether nothing has failed and no op was left by an exception.
   bool is_good() const;
 
-  // The first failure counts.
+  // Records a failure; the first one counts.
   void fail(Failure failure);
-  // A neighbour cannot do its part; `what` follows its name.
+  // Records that a neighbour cannot do its part; `what` follows its name.
   void lose(int peer, const std::string& what);
-  // An op was left by an exception: the peers may wait for chunks that never come.
+  // Records that an op was left by an exception: the peers may wait for chunks that never come.
   void poison(const std::string& why);
 
-  // Raises the failure, on all ranks; of `flight`, where an op waits in it.
+  // Raises the failure, on all ranks; the message names `flight` if an op waits in it.
   void raise_if_failed(const RingFlight* flight) const;
-  // Before an op. A peer that was lost since `last` is told of as such, once.
+  // Called before an op. Reports a peer that was lost since `last` as such, once.
   void raise_if_broken(const RingFlight* last);
 
  private:

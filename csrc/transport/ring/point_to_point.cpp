@@ -12,8 +12,8 @@ namespace pyruntime {
 
 namespace {
 
-// Backends record a range for torch.profiler that ends when the transfer does. A transfer may outlive the
-// profiler it began under, which would then write into what that one has freed.
+// Sends and receives without torch.profiler. Backends record a range that ends with the transfer; a transfer
+// may outlive the profiler that it began under, and would then write into freed memory.
 class ProcessGroupLink : public PointToPoint {
  public:
   ProcessGroupLink(c10::intrusive_ptr<c10d::ProcessGroup> process_group,

@@ -46,7 +46,7 @@ bool Receiver::stop() {
       try {
         current_->abort();
       } catch (const std::exception&) {
-        // A backend that cannot; its wait ends when the connection does.
+        // Some backends cannot abort; then the wait ends with the connection.
       }
     }
   }
@@ -70,7 +70,7 @@ void Receiver::run() {
   }
 }
 
-// False where nothing more can come.
+// Returns false if nothing more can come.
 bool Receiver::receive(const ControlMessage& notice) {
   const std::shared_ptr<RingFlight> flight = slots_.find(notice.flight);
   StreamState* stream = nullptr;

@@ -1,5 +1,5 @@
-// Takes in what one neighbour upstream sends, in the order in which it says that it sends, and acknowledges
-// it: a thread of its own.
+// Receives and acknowledges the chunks of one upstream neighbour, in the order of its notices, in its own
+// thread.
 #pragma once
 
 #include <condition_variable>
@@ -15,16 +15,16 @@ namespace pyruntime {
 
 class Receiver {
  public:
-  // `arbiter` is woken when a chunk has come: it may have to travel on.
+  // `arbiter` is woken when a chunk has arrived: it may have to travel on.
   Receiver(int peer, FlightSlots& slots, Control& control, Health& health, Arbiter& arbiter);
-  // Where a ring could not be opened nobody has stopped it.
+  // Stops the thread if nobody has, because the ring could not be opened.
   ~Receiver();
 
-  // The op's thread, before the neighbours are told of the flight.
+  // The op's thread, before the neighbours learn of the flight.
   static void post(RingFlight& flight, const RingParts& parts);
-  // The arbiter's thread: the neighbour says that a chunk leaves.
+  // The arbiter's thread: the neighbour announces that a chunk leaves.
   void notice(const ControlMessage& message);
-  // The op's thread: ends the thread. Whether a transfer was cut off: its memory remains the link's.
+  // The op's thread: ends the thread. True if a transfer was cut off: the link may still use its memory.
   bool stop();
 
  private:

@@ -1,4 +1,4 @@
-// Opening and closing a ring, and beginning flights in it.
+// Opens and closes a ring, and begins flights in it.
 #include "transport/ring/ring.h"
 
 #include <c10/util/Exception.h>
@@ -23,7 +23,7 @@ namespace pyruntime {
 
 namespace {
 
-// What the link may still read and write after its group has gone lives as long as the process.
+// Keeps, until the process ends, memory that the link may still read and write after its group is gone.
 void keep_for_good(std::shared_ptr<void> memory) {
   static std::mutex mutex;
   static auto* kept = new std::vector<std::shared_ptr<void>>();  // never destroyed: transfers outlive statics
@@ -63,8 +63,8 @@ class RingTransport : public Transport {
     for (auto& slot : slots_.all()) {
       if (slot.flight) context_.link_is_broken |= sender_.give_up(*slot.flight);
     }
-    // What was under way when an op failed. The link may still read and write that memory, so it stays: the
-    // group cannot be opened again, and the job ends or makes its process groups anew.
+    // Chunks were under way when an op failed. The link may still read and write that memory, so it stays.
+    // The group cannot be opened again: the job ends or makes new process groups.
     if (!context_.link_is_broken) return;
     for (auto& slot : slots_.all()) {
       keep_for_good(std::move(slot.flight));
@@ -117,7 +117,7 @@ class RingTransport : public Transport {
  private:
   const HostLayout& layout() const { return parts_.layout; }
 
-  // The op's thread. `announced` is what the ranks compare.
+  // The op's thread. `announced` is the descriptor that ranks compare.
   std::shared_ptr<RingFlight> begin(FlightKind kind, const FlightDescriptor& descriptor, ChunkPlan plan,
                                     const FlightDescriptor& announced);
   std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all, ChunkPlan plan) {
@@ -130,7 +130,7 @@ class RingTransport : public Transport {
     return {descriptor.rows, world_size(), rank(), pieces_for(descriptor), descriptor.holder};
   }
 
-  // The arbiter's thread: what a neighbour says goes to the part that it concerns.
+  // The arbiter's thread: passes a neighbour's message to the part that it concerns.
   void take(int peer, const ControlMessage& message) {
     if (message.kind == ControlMessage::kArrived) return sender_.acknowledge(message, slots_);
     const auto receiver = receivers_.find(peer);
@@ -145,7 +145,7 @@ class RingTransport : public Transport {
   RingOptions options_;
   LinkCost cost_;
   pid_t pid_;
-  // Of the op's thread alone.
+  // Only the op's thread.
   uint64_t last_number_ = 0;
   // Each with locks of its own.
   FlightSlots slots_;
@@ -160,14 +160,14 @@ void RingTransport::flush() {
     return std::ranges::all_of(
         slots_.all(), [](const auto& slot) { return !slot.flight || slot.flight->all_acknowledged(); });
   };
-  // After a failure there is nothing to wait for: some of it will never be published.
+  // After a failure there is nothing to wait for: some chunks will never be published.
   const auto possible = [this] {
     if (!health_.is_good()) throw std::runtime_error("failed");
   };
   try {
     wait_until(sent, context_.deadline_seconds, possible);
   } catch (const std::exception&) {
-    // The group has failed, and whoever waits for this rank has been told why.
+    // The group has failed, and every rank that waits for this one has been told why.
   }
 }
 

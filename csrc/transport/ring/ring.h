@@ -1,4 +1,4 @@
-// Transport between hosts: chunks go round a ring of hosts, one chunk's journey under another's GEMM.
+// Transport between hosts: chunks travel round a ring of hosts, one while another is multiplied.
 #pragma once
 
 #include <map>
@@ -17,7 +17,7 @@ namespace pyruntime {
 
 class Arbiter;
 
-// What a ring is made of; tests make it of threads.
+// The parts of a ring; tests build it from threads.
 struct RingParts {
   HostLayout layout;
   std::vector<std::string> host_names;  // by host: ranks of one host share a window
@@ -25,19 +25,18 @@ struct RingParts {
   std::shared_ptr<PointToPoint> link;
   ControlLines lines;
   Arbiter* arbiter;
-  // Differs between rendezvous and from that of another transport over the same link: keeps their data
-  // apart.
+  // Tells this transport's data apart from those of other rendezvous and transports over the same link.
   int instance = 0;
 };
 
-// Tags of data: which instance, which flight, which stream, which piece. The probe's is none of them.
+// Tags of data encode instance, flight, stream and piece. The probe's tag is none of them.
 inline constexpr int kTagBase = 1 << 30;
 inline constexpr int kProbeTag = kTagBase - 1;
 
-// Ranks with whom this one exchanges.
+// The ranks with which this one exchanges.
 std::vector<int> ring_neighbours(const HostLayout& layout);
 
-// Collective: measures the link, unless options.chunk_bytes makes that needless.
+// Collective: measures the link, unless options.chunk_bytes is set.
 std::unique_ptr<Transport> make_ring_transport(GroupContext& context, RingParts parts,
                                                const RingOptions& options, const Agree& agree);
 

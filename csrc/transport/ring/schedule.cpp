@@ -32,7 +32,7 @@ std::vector<int> shrinking_runs(int pieces, int most) {
   return runs;
 }
 
-// All of one size, as far as they go.
+// Runs of one size; the last may be shorter.
 std::vector<int> even_runs(int pieces, int most) {
   std::vector<int> runs;
   for (int left = pieces; left > 0; left -= runs.back()) runs.push_back(std::min(most, left));
@@ -40,8 +40,8 @@ std::vector<int> even_runs(int pieces, int most) {
 }
 
 // Appends the chunks of all other hosts in the order of the ring's steps, the streams in turn, on each host
-// this rail's rank first. It is the same order for what comes in (step by step from ever farther upstream)
-// and for what goes out (the sum for the neighbour upstream has the longest way to go and leaves first).
+// this rail's rank first. Rows arrive in this order (from ever farther upstream), and parts leave in it (the
+// sum for the upstream neighbour has the longest route).
 template <typename RunsOfStep>
 void append_in_ring_order(std::vector<Chunk>& order, const HostLayout& layout, const ChunkPlan& plan,
                           const RunsOfStep& runs_of_step) {
@@ -120,7 +120,7 @@ std::vector<RingItem> ring_sends(RingPhase phase, const RingStream& stream, int 
 }
 
 std::vector<RingItem> ring_receives(RingPhase phase, const RingStream& stream, int hosts) {
-  // What the neighbour upstream sends.
+  // The same that the upstream neighbour sends.
   return ring_sends(phase, stream, hosts, stream.upstream);
 }
 

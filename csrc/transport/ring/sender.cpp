@@ -19,7 +19,7 @@ int tag_of(int instance, uint64_t flight, int stream, size_t index) {
          static_cast<int>(index);
 }
 
-// What one flight sends on one stream.
+// The chunks that one flight sends on one stream.
 class Sender::FlightLane : public Lane {
  public:
   FlightLane(Sender& sender, std::shared_ptr<RingFlight> flight, StreamState& stream)
@@ -105,7 +105,7 @@ void Sender::acknowledge(const ControlMessage& message, FlightSlots& slots) {
   StreamState::Sent sent = std::move(stream.under_way.front());
   stream.under_way.pop_front();
   try {
-    // It has arrived, so this returns at once; it is what frees the send.
+    // It has arrived, so this returns at once; the call frees the send.
     sent.transfer->wait(milliseconds(context_.deadline_seconds));
   } catch (const std::exception& error) {
     health_.lose(parts_.layout.on_rail(stream.stream.downstream), first_line(error.what()));

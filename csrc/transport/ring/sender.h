@@ -1,4 +1,4 @@
-// What leaves this rank: what a flight sends on a stream is a lane, which the arbiter empties. A chunk is
+// Sends this rank's chunks: a flight's chunks on one stream are a lane, which the arbiter empties. A chunk is
 // announced to its receiver before it leaves; the acknowledgement frees the send and the window.
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace pyruntime {
 
-// The tag under which a piece travels. Raises RuntimeError where a flight has more than tags tell apart.
+// The tag under which a piece travels. Raises RuntimeError if a flight has more pieces than there are tags.
 int tag_of(int instance, uint64_t flight, int stream, size_t index);
 
 class Sender {
@@ -23,11 +23,11 @@ class Sender {
 
   // --- the op's thread
   void add(const std::shared_ptr<RingFlight>& flight);
-  // Nothing is left to send of the flight in that slot.
+  // Forgets the lanes of the flight in that slot: nothing is left to send.
   void forget(size_t slot) { lanes_[slot].clear(); }
-  // The arbiter touches no lane any more.
+  // Removes all lanes: the arbiter touches none of them afterwards.
   void stop();
-  // Whether any of the flight's chunks are on their way for good: their memory remains the link's.
+  // Gives up chunks of the flight under way. Returns whether any are: the link may still use their memory.
   bool give_up(RingFlight& flight);
 
   // --- the arbiter's thread

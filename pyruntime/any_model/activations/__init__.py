@@ -1,2 +1,2 @@
-"""How activations reach parallel linears: one input read by several, and rows cut over the ranks where the
-model's code reads all of them."""
+"""Makes activations around parallel linears cheaper: linears that read one input run as one op, and norms and
+residuals run on a rank's rows. The model's code still sees whole tensors."""

@@ -1,10 +1,10 @@
-"""The loss of causal language models of transformers, of the logits that a rank has.
+"""Computes the loss of transformers' causal language models from each rank's own logits.
 
-Their loss is given whole logits [.., V], of which every rank would take all exponentials. The head of a cut
-model leaves this rank's logits [.., V/P] on the whole ones that it gives, and the loss reads those
-(cross_entropy.py): three numbers a token travel, and each rank works on its part of the vocabulary. Where the
-model has made other logits of the head's (a cap, a factor), or has written to them, the loss is transformers'
-own, of the whole."""
+Their loss takes whole logits [.., V], and every rank would compute all exponentials. The head of a cut model
+attaches this rank's logits [.., V/P] to the whole ones that it returns, and the loss reads those
+(cross_entropy.py): three numbers for each token travel, and each rank works on its part of the vocabulary. If
+the model computes other logits from the head's (a cap, a factor), or writes to them, transformers' own loss
+runs on the whole logits."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _OWN = "tp_own_logits"  # on a head's whole output: (the head, its output on thi
 
 
 def leave_own(whole: Tensor, head: ColumnParallelLinear, own: Tensor) -> None:
-    """`whole` is what `head` gives, gathered from `own` of all ranks. Nothing is left on inference mode's
-    tensors, which do not count what is written to them."""
+    """Attaches `own`, this rank's output of `head`, to `whole`, the output gathered from all ranks. Tensors
+    of inference mode are left out, because they do not count writes."""
     if not whole.is_inference():
         setattr(whole, _OWN, (head, own, whole._version))
 
 
 def _own_of(logits: Tensor) -> tuple[ColumnParallelLinear, Tensor] | None:
-    """The head and what was left, unless something has been written to the logits since."""
+    """Returns the head and its attached output, unless the logits have been written to since."""
     head, own, version = getattr(logits, _OWN, (None, None, None))
     return None if head is None or logits._version != version else (head, own)
 
 
 def _said(left: tuple[ColumnParallelLinear, Tensor] | None, logits: Tensor, vocab_size: int) -> str:
     if left is None and logits.is_inference():
-        return "of whole logits: inference mode does not count what is written to them"
+        return "of whole logits: inference mode does not count writes to them"
     if left is None:
-        return "of whole logits: the model has made others of its head's, or has written to them"
+        return "of whole logits: the model computes others from its head's, or writes to them"
     head, _ = left
     if head.out_features != vocab_size:
         return f"of whole logits: it is over {vocab_size} words and {head.label} gives {head.out_features}"
@@ -46,9 +46,9 @@ def _said(left: tuple[ColumnParallelLinear, Tensor] | None, logits: Tensor, voca
 
 
 class CausalLoss:
-    """Instead of `loss`, which is transformers' ForCausalLMLoss.
+    """Replaces `loss`, transformers' ForCausalLMLoss.
 
-    said: for explain(), which logits the last eager call has read; "" before the first."""
+    said: which logits the last eager call read, for explain(); "" before the first."""
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss
@@ -89,7 +89,7 @@ class CausalLoss:
 
 
 def read_own_logits(model: nn.Module) -> None:
-    """The losses of causal models in `model` read their head's own logits, where the head is cut."""
+    """Makes the losses of causal models in `model` read each rank's own logits, where the head is cut."""
     for module in model.modules():
         head = asked(module, "get_output_embeddings")
         is_gathered = isinstance(head, ColumnParallelLinear) and getattr(head.hook, "whole", False)
@@ -101,6 +101,6 @@ def read_own_logits(model: nn.Module) -> None:
 
 
 def logits_read(model: nn.Module) -> str:
-    """What explain() says of the losses in `model` that read_own_logits() has put there; "" where none."""
+    """Describes, for explain(), the losses in `model` that read_own_logits() replaced; "" for none."""
     values = (value for module in model.modules() for value in vars(module).values())
     return "; ".join(dict.fromkeys(v.said for v in values if isinstance(v, CausalLoss) and v.said))

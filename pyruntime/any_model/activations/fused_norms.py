@@ -1,7 +1,7 @@
-"""RMS norms of a model's own code, by the kernel for them: one pass over memory in place of eight.
+"""Replaces the RMS norms in a model's code by our kernel, with one pass over memory instead of eight.
 
-Which modules are such norms is not read off their names: on random numbers, tiny ones too, and with random
-weights they must give what the kernel gives (ops/layers.py)."""
+A module counts as an RMS norm if it gives what the kernel gives (ops/layers.py) for random inputs, also tiny
+ones, and random weights. Its name does not matter."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pyruntime.ops.layers import rms_norm
 
 
 class FusedNorm:
-    """The forward of one norm. The kernel rounds once, the model's code after the division too.
+    """The forward of one norm. The kernel rounds once; the model's code also rounds after the division.
 
-    why_not: for explain(), why the last eager call ran the model's code; "" where it ran the kernel, or
-    before the first."""
+    why_not: why the last eager call ran the model's code, for explain(); "" where it ran the kernel, and
+    before the first call."""
 
     def __init__(self, module: nn.Module, eps: float) -> None:
         self.module, self.eps = module, eps
@@ -41,13 +41,13 @@ class FusedNorm:
 
 
 def fused_norms(model: nn.Module) -> dict[str, str]:
-    """{RMS norm of `model` that has the kernel: why its last call did not run it, or ""}."""
+    """Returns {RMS norm of `model` that has the kernel: why its last call did not run it, or ""}."""
     forwards = {name: vars(module).get("forward") for name, module in model.named_modules()}
     return {name: forward.why_not for name, forward in forwards.items() if isinstance(forward, FusedNorm)}
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Gives the RMS norms in `model` this forward."""
+    """Gives the RMS norms in `model` a FusedNorm as their forward."""
     known: dict[tuple, float | None] = {}
     for module in model.modules():
         plain = {name: v for name, v in vars(module).items() if type(v) in (float, int, bool, str)}
@@ -72,7 +72,7 @@ def _is_rms_norm(module: nn.Module, eps: float) -> bool:
     weight = torch.randn(size, generator=draw)
     try:
         found = torch.func.functional_call(module, {"weight": weight}, (x,))
-    except Exception:  # it is called in another way
+    except Exception:  # the module takes other arguments
         return False
     expected = rms_norm(x, weight, eps)
     alike = isinstance(found, Tensor) and found.shape == expected.shape and found.dtype == expected.dtype

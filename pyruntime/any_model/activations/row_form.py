@@ -1,16 +1,15 @@
-"""The sequence-parallel form of a model that parallelize() has cut: norms and the residual stream on a rank's
-rows.
+"""Makes a cut model sequence parallel: norms and the residual stream run on a rank's rows.
 
     whole activations   row linear: sum over ranks, whole on each     column linear, backward: sum of dX
     rows                row linear: scatter of the sum                column linear: gather of x
                         and the reverse in the backward pass
 
-As many bytes travel, and where rows travel a GEMM runs; what is between a row and a column linear is computed
-once instead of on every rank. The model's code is not asked: its embedding of tokens and its row linears give
-RowShards (row_shard.py), which column linears take and everything else reads as whole tensors.
+As many bytes travel, a GEMM runs while rows travel, and the code between a row and a column linear is
+computed once instead of on every rank. The model's code stays as it is: its token embedding and row linears
+give RowShards (row_shard.py), which column linears take, and which all other code reads as whole tensors.
 
-Only where gradients are on: generation and evaluation without gradients work on whole activations, and so
-does what torch.compile traces."""
+Rows are used only where gradients are on. Generation and evaluation without gradients, and code that
+torch.compile traces, work on whole activations."""
 
 from __future__ import annotations
 
@@ -31,34 +30,33 @@ from pyruntime.nn.parameters import TensorGroup
 
 
 class RowForm(RowGroup):
-    """Whether the layers of one parallelize() call give rows, which their first call decides.
+    """Decides, in the first call, whether the layers of one parallelize() call give rows.
 
-    said: for explain(), "" before."""
+    said: the decision in words, for explain(); "" before."""
 
     def __init__(self, group: TensorGroup) -> None:
         super().__init__(group)
         self.said = ""
         self._on = False
-        self._outermost: nn.Module | None = None  # that is being called, of those that hold parallel layers
+        self._outermost: nn.Module | None = None  # the outermost running module that holds layers
 
     @property
     def gives_rows(self) -> bool:
-        """Whether a row linear does now."""
+        """Whether a row linear gives rows now."""
         return self._on and torch.is_grad_enabled() and not is_compiling()
 
     @property
     def begins(self) -> bool:
-        """Whether an embedding does now: what it gives becomes whole again where the model that is called
-        returns."""
+        """Whether an embedding gives rows now. Rows become whole again where the outermost module returns."""
         return self.gives_rows and self._outermost is not None
 
     def shard(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
-        """This rank's rows as a tensor of that shape."""
+        """Wraps this rank's rows as a tensor of the whole's shape."""
         return from_rows(rows, shape, self)
 
     def decide(self, model: nn.Module, run: Callable[[], Any], expected: Any) -> None:
-        """Keeps the form where `run()`, a forward pass with it, gives what the whole model gives, and where
-        more linears take rows than gathers are made for other code. All ranks call it together."""
+        """Turns the form on if `run()`, a forward pass with it, gives the whole model's output, and if more
+        linears take rows than other code gathers them. All ranks must call this together."""
         hooks = self._watch(model)
         self._on = True
         try:
@@ -93,23 +91,23 @@ class RowForm(RowGroup):
             hooks.append(m.register_forward_pre_hook(self._enter, with_kwargs=True))
             hooks.append(m.register_forward_hook(self._leave, always_call=True))
         embedding = asked(model, "get_input_embeddings")
-        if isinstance(embedding, nn.Embedding):  # it is not cut
+        if isinstance(embedding, nn.Embedding):  # not cut
             hooks.append(embedding.register_forward_hook(self._cut))
         return hooks
 
     def _cut(self, _module: nn.Module, _args: tuple, y: Any) -> Any:
-        """What an embedding gives that is whole on every rank."""
+        """Takes this rank's rows of an embedding's output that is whole on every rank."""
         if not self.begins or type(y) is not Tensor or y.dim() < 2:
             return None
         return cut_rows(y, self)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """A call that is given rows is a part of one that is not: a layer that is recomputed."""
+        """Notes the outermost call. A call with rows as arguments is not one: it recomputes a layer."""
         if self._outermost is None and not is_compiling() and not _has_rows((args, kwargs)):
             self._outermost = module
 
     def _leave(self, module: nn.Module, _args: tuple, output: Any) -> Any:
-        """What the outermost call returns is whole, be it of a layer alone."""
+        """Makes the results of the outermost call whole, even if it is a call of a single layer."""
         if is_compiling() or self._outermost is not module:
             return None
         self._outermost = None

@@ -1,17 +1,17 @@
-"""Activations of which a rank holds some rows, while the model's code reads them as if it held all.
+"""A tensor class for activations of which a rank holds some rows, while the model's code seems to read all.
 
-A `RowShard` has the shape of the whole, [.., N]. Of its M rows, M being all dimensions but the last, rank r
-holds M_r, [M_r, N], cut as torch.tensor_split cuts them. It is the whole tensor in another form, and so is
-its gradient; whatever torch computes of it is what it computes of the whole:
+A `RowShard` has the shape of the whole tensor, [.., N], with M rows (M: the product of all dimensions but the
+last). Rank r holds M_r of them, [M_r, N], cut as torch.tensor_split cuts. Its gradient is a RowShard too, and
+every operation gives the result for the whole tensor:
 
-    on its own rows   what is pointwise, with other RowShards of the same rows, numbers and vectors [N];
+    on its own rows   pointwise operations with other RowShards of the same rows, numbers and vectors [N];
                       means, sums and norms over the last dimension; layer and RMS norm
-    over the ranks    the sum over all rows, which the gradient of a vector [N] is
+    over the ranks    the sum over all rows, such as the gradient of a vector [N]
     gathered          anything else: all rows are gathered first, once for each RowShard
 
-So it is right for any code, and fast for what models do between a row and a column linear: the residual
-stream and norms. It lies below autograd (`__torch_dispatch__`): to derivatives, checkpoints and hooks it is a
-tensor like others."""
+So it is right for any code, and fast for the usual code between a row and a column linear: residuals and
+norms. It works below autograd (`__torch_dispatch__`), so derivatives, checkpoints and hooks see an ordinary
+tensor."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pyruntime import ops
 from pyruntime.nn.parameters import TensorGroup
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # what travels
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes that can travel
 
 
 class RowGroup:
-    """The ranks over which rows are cut. reads, gathers: how often a column linear has taken rows, and how
-    often all rows were gathered for code that needs them."""
+    """The ranks over which rows are cut. reads: how often column linears took rows; gathers: how often all
+    rows were gathered for code that needs them."""
 
     def __init__(self, group: TensorGroup) -> None:
         self.group = group
@@ -40,8 +40,8 @@ class RowGroup:
 
 
 class _Held:
-    """What RowShards that are views of each other share: this rank's rows [M_r, N]; once gathered all of
-    them, [M, N], of whose memory this rank's are then a part."""
+    """Memory that RowShards which are views of each other share: this rank's rows [M_r, N], and, once
+    gathered, all rows [M, N]. This rank's rows then lie inside the latter."""
 
     __slots__ = ("rows", "whole")
 
@@ -51,7 +51,7 @@ class _Held:
 
 
 class RowShard(Tensor):
-    """See above."""
+    """This rank's rows of a tensor that acts as the whole one; see the module's docstring."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     held: _Held
@@ -69,15 +69,15 @@ class RowShard(Tensor):
 
     @property
     def row_count(self) -> int:
-        """M."""
+        """M, the number of rows over all ranks."""
         return math.prod(self.shape[:-1])
 
     def rows(self) -> Tensor:
-        """This rank's, [M_r, N]."""
+        """This rank's rows, [M_r, N]."""
         return self.held.rows
 
     def whole(self) -> Tensor:
-        """All rows, [.., N]. Every rank must call it; no gradient. The model's code may write into it."""
+        """Gathers all rows, [.., N]. Every rank must call it; no gradient. Code may write into the result."""
         held = self.held
         if held.whole is None:
             self.form.gathers += 1
@@ -87,7 +87,7 @@ class RowShard(Tensor):
         return held.whole.view(self.shape)
 
     def write(self, whole: Tensor | None = None) -> None:
-        """Its rows are from now on those of `whole`, or, without it, what was written into them."""
+        """Takes this rank's rows of `whole`; None: records that code has written into this rank's rows."""
         if whole is not None:
             self.held.rows.copy_(_own(whole, self.form))
         self.held.whole = None
@@ -96,11 +96,11 @@ class RowShard(Tensor):
         return self.shape[:-1] == other.shape[:-1] and self.form.group.name == other.form.group.name
 
     def like(self, rows: Tensor) -> RowShard:
-        """Other rows [M_r, N'] of as many."""
+        """Makes a RowShard of as many other rows, [M_r, N']."""
         return RowShard(_Held(rows), (*self.shape[:-1], rows.shape[-1]), self.form)
 
     def viewed(self, shape: Sequence[int]) -> RowShard:
-        """The same memory."""
+        """Returns a view of another shape over the same memory."""
         return RowShard(self.held, shape, self.form)
 
     @classmethod
@@ -123,7 +123,7 @@ class RowShard(Tensor):
 
 
 class _Turned(torch.autograd.Function):
-    """`there(x)`, and of its gradient `back(gradient)`."""
+    """Applies `there` to x in the forward pass, and `back` to the gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, there: Callable[[Any], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
@@ -136,7 +136,7 @@ class _Turned(torch.autograd.Function):
 
 
 def from_rows(rows: Tensor, shape: Sequence[int], form: RowGroup) -> Tensor:
-    """This rank's rows [M_r, N] as the RowShard of that shape."""
+    """Makes a RowShard of that shape from this rank's rows [M_r, N]."""
     return _Turned.apply(
         rows,
         lambda x: RowShard(_Held(x.view_as(x)), shape, form),
@@ -145,7 +145,7 @@ def from_rows(rows: Tensor, shape: Sequence[int], form: RowGroup) -> Tensor:
 
 
 def to_rows(x: RowShard) -> Tensor:
-    """This rank's rows [M_r, N] of a RowShard."""
+    """Returns this rank's rows [M_r, N] of a RowShard, with a gradient."""
     shape, form = x.shape, x.form
     return _Turned.apply(
         x, lambda x: x.rows().view_as(x.rows()), lambda grad: RowShard(_Held(grad), shape, form)
@@ -153,7 +153,7 @@ def to_rows(x: RowShard) -> Tensor:
 
 
 def cut_rows(x: Tensor, form: RowGroup) -> Tensor:
-    """This rank's rows of x [.., N], which is whole on every rank, as a RowShard."""
+    """Makes a RowShard from x [.., N], which is whole on every rank."""
     return _Turned.apply(
         x,
         lambda x: RowShard(_Held(_own(x, form).clone()), x.shape, form),
@@ -162,7 +162,7 @@ def cut_rows(x: Tensor, form: RowGroup) -> Tensor:
 
 
 def to_whole(x: RowShard) -> Tensor:
-    """All rows of a RowShard, in memory of their own; whatever reads them does the same on every rank."""
+    """Returns all rows of a RowShard, in new memory. Code that reads them must do the same on every rank."""
     shape, form = x.shape, x.form
     return _Turned.apply(
         x,
@@ -172,7 +172,7 @@ def to_whole(x: RowShard) -> Tensor:
 
 
 def _own(whole: Tensor, form: RowGroup) -> Tensor:
-    """This rank's rows of a whole tensor."""
+    """Returns this rank's rows of a whole tensor."""
     rows = whole.reshape(-1, whole.shape[-1])
     return rows.tensor_split(form.group.size)[form.group.rank]
 
@@ -197,7 +197,7 @@ def _pointwise(func, args: tuple, kwargs: dict) -> Any:
             if not first.has_rows_of(x):
                 return NotImplemented
             x = x.rows()
-        elif isinstance(x, Tensor) and x.dim() > 1:  # it may hold a rank's features: it is never cut here
+        elif isinstance(x, Tensor) and x.dim() > 1:  # maybe a rank's features: never cut here
             return NotImplemented
         on_rows.append(x)
     if func._schema.is_mutable:
@@ -277,7 +277,7 @@ def _rms_norm(func, args: tuple, kwargs: dict) -> Any:
     if not isinstance(x, RowShard) or isinstance(weight, RowShard):
         return NotImplemented
     y, scale = func(x.rows(), weight, eps)
-    return x.like(y), scale  # the backward alone reads the scale, of its own rows
+    return x.like(y), scale  # only the backward reads the scale, for its own rows
 
 
 def _rms_norm_backward(func, args: tuple, kwargs: dict) -> Any:
@@ -290,7 +290,7 @@ def _rms_norm_backward(func, args: tuple, kwargs: dict) -> Any:
 
 
 def _new(func, args: tuple, kwargs: dict) -> Any:
-    """Of a tensor that gives its dtype and device alone."""
+    """Runs functions that read only the dtype and device of their argument."""
     return func(args[0].rows(), *args[1:], **kwargs)
 
 
@@ -318,7 +318,7 @@ def _rule_of(func) -> Rule | None:
 
 
 def _named(func, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Every argument by its name, defaults too."""
+    """Returns every argument by its name, with defaults."""
     given = {a.name: a.default_value for a in func._schema.arguments}
     given.update(zip(given, args, strict=False))
     return given | kwargs
@@ -337,7 +337,7 @@ def _any_shard(arguments: Any) -> bool:
 
 
 def _written(func, args: tuple, kwargs: dict) -> list[RowShard]:
-    """The RowShards that it writes into."""
+    """Returns the RowShards into which the operator writes."""
     if not func._schema.is_mutable:
         return []
     given = _named(func, args, kwargs)

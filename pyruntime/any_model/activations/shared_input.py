@@ -1,13 +1,13 @@
-"""Column linears that read one input, as one op.
+"""Runs column linears that read the same input as one op.
 
-q, k and v read one x, and gate and up another. Each by itself would sum its share of dX over the ranks.
-Together they sum once, and every dW runs under that sum:
+q, k and v read one x, gate and up another. Separately, each would sum its part of dX over the ranks.
+Together they sum once, and every dW is computed during that sum:
 
     dX = sum over ranks of (dQ @ W_q + dK @ W_k + dV @ W_v)
 
-So the one that is called first multiplies for all, and the others take what is theirs. Weights stay where
-they are, under their own names. Who reads what is seen in the first call (first_call.py); no name is looked
-at, but that they belong to one module."""
+So the linear that is called first multiplies for all, and the others take their results. Weights stay where
+they are, under their own names. The first call shows which linears read which input (first_call.py). No name
+matters, except that the linears belong to one module."""
 
 from __future__ import annotations
 
@@ -20,37 +20,29 @@ from torch.compiler import is_compiling
 
 from pyruntime.any_model import lora
 from pyruntime.any_model.activations.row_shard import RowShard, to_rows
-from pyruntime.nn.gather import split_features
 from pyruntime.nn.linear import ColumnParallelLinear
 
 
 def products(linears: Sequence[ColumnParallelLinear], x: Tensor) -> Sequence[Tensor]:
-    """x @ W_i^T + b_i of each linear, as one op. x [.., K] is whole on every rank, or a RowShard."""
-    weights, biases, first = [], [], linears[0]
-    for linear in linears:
-        cast, weight, bias = linear.operands(x)
-        weights.append(weight)
-        biases.append(bias)
-    x = cast
-    if first.group.y is not None:
-        x = split_features(x, first.group.y, first.in_features)
+    """Returns x @ W_i^T + b_i of each linear, by one op. x [.., K] is whole on every rank, or a RowShard."""
+    first, *others = linears
     if not isinstance(x, RowShard):
-        return first.multiply(x, weights, biases)
-    x.form.reads += len(weights)
-    ys = first.multiply(to_rows(x), weights, biases, x.row_count, cut_rows=True)
+        return first.multiply(x, others=others)
+    x.form.reads += len(linears)
+    ys = first.multiply(to_rows(x), x.row_count, others=others, cut_rows=True)
     return [y.view(*x.shape[:-1], -1) for y in ys]
 
 
 def _may_bring_weights(layer: ColumnParallelLinear) -> bool:
-    """Whether a call of the layer does something first, such as gathering its weight."""
+    """Whether a call of the layer may first do other work, such as gathering its weight."""
     hooks = layer._forward_pre_hooks.values()
     return "forward" in vars(layer) or not all(getattr(hook, "brings_no_weight", False) for hook in hooks)
 
 
 class SharedInput:
-    """Column linears that read one input are multiplied together.
+    """Column linears that read one input, and their results of one call that have not been taken yet.
 
-    features: the sum of their features on a rank; 0 once they have turned out not to read one input."""
+    features: the sum of their features on a rank; 0 once it turned out that they do not read one input."""
 
     def __init__(self, layers: Iterable[ColumnParallelLinear]) -> None:
         self.layers = tuple(layers)
@@ -60,11 +52,11 @@ class SharedInput:
         self._outputs: dict[ColumnParallelLinear, Tensor] = {}
 
     def output(self, layer: ColumnParallelLinear, x: Tensor) -> Tensor | None:
-        """What `layer` makes of x; None where it computes alone: where nothing travels (no gradient goes back
-        to x), while torch.compile traces, and where hooks bring a weight when its layer is called, as those
-        of ZeRO do.
+        """Returns the layer's result for x, or None where the layer must compute it by itself: where nothing
+        travels (x needs no gradient), while torch.compile traces, and where hooks gather a weight when its
+        layer is called, as ZeRO's do.
 
-        A call with another x before all have taken theirs ends it: they do not read one input after all."""
+        A call with another x before all results are taken ends the sharing: the inputs are not one."""
         if not self.layers or is_compiling() or not torch.is_grad_enabled():
             return None
         if not (isinstance(x, RowShard) or x.requires_grad):
@@ -86,19 +78,19 @@ class SharedInput:
         return y
 
     def _state_of(self, x: Tensor) -> tuple:
-        """Changes with whatever a product depends on but x itself."""
+        """Returns a value that changes when anything changes on which a product depends."""
         device = x.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         tensors = (x, *(p for each in self.layers for p in (each.weight, each.bias) if p is not None))
         return autocast, *((id(tensor), tensor._version) for tensor in tensors)
 
     def __getstate__(self) -> dict:
-        """Of copies and pickles: outputs that wait are of one call."""
+        """Leaves waiting results, which belong to one call, out of copies and pickles."""
         return vars(SharedInput(self.layers))
 
 
 class SeenInputs:
-    """Notes, during one forward pass, which column linears of one module are given the same tensor."""
+    """Notes, during one forward pass, which column linears of one module read the same tensor."""
 
     def __init__(self) -> None:
         self._groups: dict[ColumnParallelLinear, tuple[ColumnParallelLinear, ...]] = {}
@@ -122,12 +114,12 @@ class SeenInputs:
             group = tuple(layers)
             for layer in group:
                 before = self._groups.setdefault(layer, group)
-                if before != group:  # one that reads now with these and now with those reads alone
+                if before != group:  # linears whose group changes between calls compute separately
                     self._groups |= {each: (each,) for each in (*before, *group)}
         self._open = []
 
     def connect(self) -> None:
-        """Those that read one input do so together from now on."""
+        """Makes linears that read one input compute together from now on."""
         self._close()
         for group in dict.fromkeys(self._groups.values()):
             hooks: list[Any] = [layer.hook for layer in group]

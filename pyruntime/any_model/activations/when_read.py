@@ -1,8 +1,8 @@
-"""Tensors that are gathered when something reads them.
+"""A tensor class that gathers its elements only when something reads them.
 
 A head's whole logits [T, V] are the largest activation of a model, and in training nothing reads them: the
-loss takes each rank's own (causal_loss.py). Such a head gives a tensor of the whole's shape that has no
-elements yet. The first operator that is given it gathers them, and every rank must come to that operator."""
+loss takes each rank's own (causal_loss.py). So such a head gives a tensor of the full shape without elements.
+The first operator that reads it gathers them, and every rank must reach that operator."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class GatheredWhenRead(Tensor):
         return made
 
     def whole(self) -> Tensor:
-        """The elements, without a graph. All ranks of the group must call this or none: the first call
-        gathers them."""
+        """Returns the elements, without a graph. The first call gathers them, so all ranks of the group must
+        call this, or none."""
         if self._whole is None:
             with torch.no_grad():
-                self._whole = self._gather().contiguous()  # as its strides say, by which views are chosen
+                self._whole = self._gather().contiguous()  # as this tensor's strides tell callers
         return self._whole
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -49,7 +49,7 @@ class GatheredWhenRead(Tensor):
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if function in _OF_MEMORY:  # which no dispatch leads to
+            if function in _OF_MEMORY:  # these do not reach __torch_dispatch__
                 args = tuple(each.detach() if isinstance(each, cls) else each for each in args)
             return function(*args, **(kwargs or {}))
 

@@ -1,4 +1,4 @@
-"""Plan "auto": which linears of a model are cut how, without a word from its user."""
+"""Plan "auto": finds out how to cut each linear of a model, without help from the user."""
 
 from pyruntime.any_model.auto.found_plan import auto_plan
 

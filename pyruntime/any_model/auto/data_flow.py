@@ -1,19 +1,19 @@
-"""Which linears of a model read what other linears give, and the plan that follows.
+"""Finds which linears of a model read the outputs of which others, and makes a plan from that.
 
-A model of transformers is run once, without gradients, on its own dummy inputs, and every operator that runs
-passes on whose outputs its operands were made of. Any other module is traced by torch.fx, whose graph says
-the same. Then
+A model of transformers is run once, without gradients, on its own dummy inputs. Each operator then passes on
+which layers' outputs its operands came from. Any other module is traced by torch.fx, whose graph shows the
+same. The style of a linear is
 
-    row             reads the outputs of column linears alone, which nothing else reads
-    column          is read by such
-    row_split       reads the outputs of column linears alone, which others read too
-    column_gather   everything else
+    row             if it reads only outputs of column linears, which nothing else reads
+    column          if only row linears read it
+    row_split       if it reads only outputs of column linears, which others read too
+    column_gather   otherwise
 
-Whether what stands between them works on a rank's features is not looked at: the first call compares
+Whether the code between them works on a rank's features is not examined: the first call compares
 (first_call.py).
 
-Where the model's code takes a linear's output apart into views that lie one behind the other (split, chunk,
-slices, an axis of 3), those are its parts, whatever they and it are called."""
+If the model's code splits a linear's output into adjacent views (split, chunk, slices, an axis of 3), those
+are the linear's parts. No name matters."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ from pyruntime.any_model.comparing import forwards, tensors_of, untouched
 from pyruntime.nn.linear import is_transposed
 
 Sources = frozenset[str]
-"""Names of the layers that a tensor was made of, back to the last layers on each way; "" for the model's
-input."""
+"""Names of the last layers from whose outputs a tensor was computed; "" stands for the model's input."""
 
 
 @dataclasses.dataclass
 class Flow:
-    """reads: {linear: sources of its inputs}, in the order of first calls. embeddings: those that were
-    called. results: sources of the model's output. read_elsewhere: layers whose weight is read by other code
-    than their own. views: {linear: (its out_features, [start, stop) of those that a view of its output
-    holds)}."""
+    """The data flow between a model's layers. reads: {linear: sources of its inputs}, in the order of first
+    calls. embeddings: those that were called. results: sources of the model's output. read_elsewhere: layers
+    whose weight is read by code outside the layer. views: {linear: (its out_features, {[start, stop) of the
+    features in each view of its output})}."""
 
     reads: dict[str, Sources] = dataclasses.field(default_factory=dict)
     embeddings: dict[str, None] = dataclasses.field(default_factory=dict)
@@ -55,13 +54,13 @@ class Flow:
 
 
 def parts_of(flow: Flow) -> dict[str, tuple[int, ...]]:
-    """{linear: sizes of the parts that its output is taken apart into}, of linears whose is."""
+    """Returns {linear: sizes of its parts} of the linears whose output is split into parts."""
     parts = {name: _side_by_side(width, views) for name, (width, views) in flow.views.items()}
     return {name: sizes for name, sizes in parts.items() if len(sizes) > 1}
 
 
 def _side_by_side(width: int, views: set[tuple[int, int]]) -> tuple[int, ...]:
-    """Sizes of the widest views that together are all of `width`; () where none are."""
+    """Returns the sizes of the widest views that together cover `width`; () where views do not cover it."""
     sizes: list[int] = []
     while (at := sum(sizes)) < width:
         stop = max((stop for start, stop in views if start == at), default=at)
@@ -72,7 +71,7 @@ def _side_by_side(width: int, views: set[tuple[int, int]]) -> tuple[int, ...]:
 
 
 def styles_of(flow: Flow) -> dict[str, str]:
-    """{linear: style}. A pure function of the flow."""
+    """Returns {linear: style}. A pure function of the flow."""
     reads = {name: sources for name, sources in flow.reads.items() if name not in flow.read_elsewhere}
     columns: set[str] = set()
     rows: dict[str, Sources] = {}
@@ -98,7 +97,7 @@ def styles_of(flow: Flow) -> dict[str, str]:
 
 
 def flow_of(model: nn.Module) -> Flow:
-    """The flow through `model`. Raises ValueError where it cannot be followed."""
+    """Follows the flow through `model`. Raises ValueError where it cannot be followed."""
     layers = {
         name: module
         for name, module in model.named_modules()
@@ -111,7 +110,7 @@ def flow_of(model: nn.Module) -> Flow:
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"The plan 'auto' reads off how the linears of this {type(model).__name__} feed each other, but "
+            f"The plan 'auto' follows how the linears of this {type(model).__name__} feed each other, but "
             f"{how} failed ({type(error).__name__}: {first_line}); pass a mapping such as "
             "{'*.up_proj': 'column', '*.down_proj': 'row'}."
         ) from error
@@ -140,14 +139,14 @@ def _run(model: nn.Module, layers: dict[str, nn.Module], inputs: dict[str, Any])
 
 
 class _Follower(TorchDispatchMode):
-    """Keeps the sources of every storage that an operator has written."""
+    """Tracks the sources of every storage that an operator has written."""
 
     def __init__(self, layers: dict[str, nn.Module]) -> None:
         super().__init__()
         self.flow = Flow()
         self._sources: dict[int, Sources] = {}
-        self._outputs: dict[int, tuple[str, int]] = {}  # {storage: (linear that gave it, out_features)}
-        self._kept: list[Any] = []  # a storage that was freed would give its number to another
+        self._outputs: dict[int, tuple[str, int]] = {}  # {storage: (linear that returned it, out_features)}
+        self._kept: list[Any] = []  # the number of a freed storage would be used again
         self._weights = {p.untyped_storage()._cdata: n for n, m in layers.items() for p in m.parameters()}
         self._in_layer = False
 
@@ -200,8 +199,8 @@ class _Follower(TorchDispatchMode):
 
 
 def _features_in(view: Tensor, width: int) -> tuple[int, int] | None:
-    """[start, stop) of the features that a view of a tensor [.., width] holds of every row, where they lie
-    side by side; else None."""
+    """Returns [start, stop) of the features that a view of a tensor [.., width] holds of every row; None
+    where they are not adjacent."""
     if not width:
         return None
     dense = 1
@@ -227,7 +226,7 @@ class _Tracer(fx.Tracer):
 
 
 _SHAPES = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "stride"}
-"""What is asked of a tensor without reading it."""
+"""Attributes and methods of a tensor that do not read its elements."""
 
 
 def _traced(model: nn.Module, layers: dict[str, nn.Module]) -> Flow:

@@ -1,10 +1,10 @@
-"""Plan "auto": transformers' own plan of the model where it has one, else one read off the model's data flow.
+"""Makes plan "auto": transformers' plan of the model where there is one, else one from its data flow.
 
-A linear that holds several (q, k and v; gate and up) is cut by its parts, which the data flow shows too:
-transformers' plans gather what it gives.
+A linear that holds several (q, k and v; gate and up) is cut part by part. The data flow shows the parts;
+transformers' plans would gather its output.
 
-Both plans are guesses, and so is what they leave open: the first call compares each, and makes
-"column_gather" and "row_split" of what cannot stay cut (first_call.py)."""
+Both kinds of plan are guesses. The first call checks them, and changes linears that cannot stay cut to
+"column_gather" and "row_split" (first_call.py)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from pyruntime.any_model.auto.transformers_plan import transformers_plan
 from pyruntime.any_model.plans import Plan
 from pyruntime.nn.linear import features_of, is_transposed
 from pyruntime.nn.module import ParallelModule
+from pyruntime.nn.parallel_experts import looks_like_experts, why_not
 from pyruntime.nn.parameters import shard_bounds
 from pyruntime.text import block_name
 
 
 def auto_plan(model: nn.Module, tp: int) -> Plan:
-    """The plan for `model` over `tp` ranks. Reads no weight and communicates nothing; a model without a plan
-    of transformers is run once on a few tokens, or traced by torch.fx.
+    """Makes the plan for `model` over `tp` ranks. Reads no weights and communicates nothing. A model without
+    a plan of transformers is run once on a few tokens, or traced by torch.fx.
 
     Raises ValueError where the model is parallel already, has no linear that can be cut, or has no plan and
     cannot be traced."""
@@ -35,7 +36,7 @@ def auto_plan(model: nn.Module, tp: int) -> Plan:
     styles, left = transformers_plan(model)
     otherwise = "transformers' plan of the model does not name it"
     packed: dict[str, tuple[int, ...]] = {}
-    if not any(style.startswith("row") for style in styles.values()):  # no plan, or one of heads alone
+    if not any(style.startswith("row") for style in styles.values()):  # no plan, or only one of output heads
         flow = flow_of(model)
         styles, left = _by_flow(model, flow)
         packed = _packed(flow, tp)
@@ -45,6 +46,7 @@ def auto_plan(model: nn.Module, tp: int) -> Plan:
         _cut_by_parts(seen, packed, styles)
     _leave_ties(model, styles, left)
     modules = dict(model.named_modules())
+    _spread_experts(modules, styles, left)
     for name in list(styles):
         if why := _too_small(modules[name], styles[name], tp):
             del styles[name]
@@ -54,7 +56,7 @@ def auto_plan(model: nn.Module, tp: int) -> Plan:
         name = lora.wrapper_of(name)
         if _is_linear(module) and name not in styles:
             left.setdefault(name, otherwise)
-    if not any(style != "embedding" for style in styles.values()):
+    if not any(style not in ("embedding", "experts") for style in styles.values()):
         raise ValueError(
             f"The plan 'auto' has found no linear of this {type(model).__name__} that can be cut"
             f"{_reasons(left)}; pass a mapping such as "
@@ -65,7 +67,7 @@ def auto_plan(model: nn.Module, tp: int) -> Plan:
 
 
 def _seen(model: nn.Module) -> Flow | None:
-    """The data flow; None where it cannot be followed: transformers' plan is right without it."""
+    """Returns the data flow; None where it cannot be followed, as transformers' plan is right without it."""
     try:
         return flow_of(model)
     except ValueError:
@@ -73,13 +75,13 @@ def _seen(model: nn.Module) -> Flow | None:
 
 
 def _packed(flow: Flow, tp: int) -> dict[str, tuple[int, ...]]:
-    """{linear: sizes of its parts}, where `tp` divides all of them."""
+    """Returns {linear: sizes of its parts} of the linears whose parts `tp` divides."""
     return {name: sizes for name, sizes in parts_of(flow).items() if not any(size % tp for size in sizes)}
 
 
 def _cut_by_parts(flow: Flow, packed: Mapping[str, tuple[int, ...]], styles: dict[str, str]) -> None:
-    """Where packed linears that transformers' plan gathers are all that a "row_split" linear reads, both stay
-    cut."""
+    """Keeps packed linears, which transformers' plan gathers, and a "row_split" linear cut where the latter
+    reads nothing else."""
     for name, sources in flow.reads.items():
         columns = [each for each in sources if styles.get(each) == "column_gather" and each in packed]
         if styles.get(name) == "row_split" and columns and len(columns) == len(sources):
@@ -87,7 +89,7 @@ def _cut_by_parts(flow: Flow, packed: Mapping[str, tuple[int, ...]], styles: dic
 
 
 def _by_flow(model: nn.Module, flow: Flow) -> tuple[dict[str, str], dict[str, str]]:
-    """({module: style}, {module that stays whole: why})."""
+    """Returns ({module: style}, {module that stays whole: why})."""
     styles = styles_of(flow)
     vocabulary = _vocabulary(model, flow.embeddings)
     if vocabulary and vocabulary not in flow.read_elsewhere:
@@ -96,11 +98,24 @@ def _by_flow(model: nn.Module, flow: Flow) -> tuple[dict[str, str], dict[str, st
 
 
 def _vocabulary(model: nn.Module, embeddings: Iterable[str]) -> str:
-    """The embedding of tokens: the model's own word for it, else the one of most rows; "" without any."""
+    """Returns the token embedding: the one that the model names, else the one with most rows; "" for none."""
     modules = dict(model.named_modules())
     if isinstance(given := getattr(model, "get_input_embeddings", None), types.MethodType):
         return next((name for name in embeddings if modules[name] is given()), "")
     return max(embeddings, key=lambda name: modules[name].num_embeddings, default="")
+
+
+def _spread_experts(modules: Mapping[str, nn.Module], styles: dict[str, str], left: dict[str, str]) -> None:
+    """Adds the experts of mixtures, and why others stay whole."""
+    for name, module in modules.items():
+        if not looks_like_experts(module):
+            continue
+        for inside in [key for key in left if f"{key}.".startswith(f"{name}.")]:
+            del left[inside]
+        if why := why_not(module):
+            left[name] = why
+        else:
+            styles[name] = "experts"
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -108,10 +123,12 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _too_small(module: nn.Module, style: str, tp: int) -> str:
-    """Why not every rank would get a part, or ""."""
-    module = getattr(module, "base_layer", module)  # of a linear with adapters
+    """Says why some rank would get nothing; "" where every rank gets a part."""
+    module = getattr(module, "base_layer", module)  # inside a linear with adapters
     if style == "embedding":
         size, what = module.weight.shape[0], "its num_embeddings"
+    elif style == "experts":
+        size, what = module.down_proj.shape[0], "its number of experts"
     else:
         size, what = features_of(module)[not style.startswith("row")], "its features"
     try:
@@ -122,7 +139,7 @@ def _too_small(module: nn.Module, style: str, tp: int) -> str:
 
 
 def _leave_ties(model: nn.Module, styles: dict[str, str], left: dict[str, str]) -> None:
-    """Of modules that share a parameter, all are cut along the same dimension, or none."""
+    """Makes modules that share a parameter all be cut along the same dimension, or none."""
     holders: dict[int, list[str]] = {}
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -144,11 +161,13 @@ def _leave_ties(model: nn.Module, styles: dict[str, str], left: dict[str, str]) 
 
 
 def _dim(module: nn.Module, style: str) -> int:
+    if style == "experts":
+        return 0
     return int(style.startswith("row")) ^ int(is_transposed(module))
 
 
 def _reasons(left: Mapping[str, str]) -> str:
-    """(layers.*.mlp: why; ...), or nothing."""
+    """Returns " (layers.*.mlp: why; ..)", or ""."""
     kinds = {block_name(name): why for name, why in left.items()}
     shown = [f"{name}: {why}" for name, why in list(kinds.items())[:4]]
     return f" ({'; '.join(shown)}{'; ..' if len(kinds) > 4 else ''})" if shown else ""

@@ -1,10 +1,10 @@
-"""The tensor-parallel plan that transformers ships with a model, in our styles.
+"""Translates the tensor-parallel plan that transformers ships with a model into our styles.
 
-transformers keeps in `model._tp_plan` what `base_model_tp_plan` of the configurations and `_tp_plan` of the
-heads say, of nested models too: {name with * for the number of a block: style}
-(transformers/distributed/parallel_utils.py). Gradients of norms and other weights inside a region are found
-in the autograd graph (regions.py), and every row linear gives whole activations, so styles that only see to
-those need nothing."""
+transformers collects `base_model_tp_plan` of the configurations and `_tp_plan` of the heads, also of nested
+models, in `model._tp_plan`: {name with * for the number of a block: style}
+(transformers/distributed/parallel_utils.py). Some of its styles only sum the gradients of norms and other
+weights inside a region, or make activations whole. Those need no counterpart here: such gradients are found
+in the autograd graph (regions.py), and every row linear gives whole activations."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LINEAR = {
     "rowwise": "row",
     "rowwise_split_input": "row_split",
     "rowwise_rep": "row_split",
-    # Of linears that hold several: what splits them counts whole features, so it is given whole ones.
+    # Linears that hold several: the code that splits their output counts whole features, so it gets those.
     "packed_colwise": "column_gather",
     "packed_rowwise": "row_split",
 }
-"""Styles of linears."""
+"""{transformers' style of a linear: ours}."""
 
 KEPT = "transformers' plan keeps it whole"
 WHOLE = {
@@ -39,7 +39,7 @@ WHOLE = {
     "local_params": KEPT,
     "embedding_colwise": "only the vocabulary of an embedding is cut, not its features",
 }
-"""Styles of modules that stay whole on every rank, and why."""
+"""{transformers' style of a module that stays whole on every rank: why}."""
 
 EXPERTS = {
     "moe_tp_experts",
@@ -50,14 +50,15 @@ EXPERTS = {
     "megamoe_router",
     "megamoe_experts",
 }
-EXPERTS_WHY = "experts are not cut over a tensor-parallel group"
+
+
+EXPERTS_WHY = "experts of this kind are not spread over ranks"
+"""The reason for experts that found_plan.py does not spread by their class."""
 
 
 def transformers_plan(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """({module: our style}, {module or parameter that the plan names and that stays whole: why}); both are
-    empty where no module of the model has a plan.
-
-    Raises ValueError for a style that is none of transformers'."""
+    """Returns ({module: our style}, {module or parameter that the plan names and that stays whole: why});
+    both are empty where no module of the model has a plan. Raises ValueError for an unknown style."""
     styles: dict[str, str] = {}
     left: dict[str, str] = {}
     for prefix, holder, plan in _plans(model):
@@ -75,10 +76,10 @@ def transformers_plan(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]
 
 
 def _plans(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, str]]]:
-    """(prefix of its names, module, its plan) of the outermost modules that have one."""
+    """Yields (prefix of its names, module, its plan) for the outermost modules that have a plan."""
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        plan = vars(module).get("_tp_plan")  # its own: wrappers show those of what they wrap
+        plan = vars(module).get("_tp_plan")  # only its own: wrappers also show the plan of the wrapped model
         if not isinstance(plan, dict) or not plan or name.startswith(inside or ("\0",)):
             continue
         prefix = f"{name}." if name else ""
@@ -89,7 +90,7 @@ def _plans(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, str]]]:
 
 
 def _translated(name: str, module: nn.Module | None, style: str, plan: dict[str, str]) -> tuple[str, str]:
-    """(our style, "") or ("", why it stays whole)."""
+    """Returns (our style, ""), or ("", why the module stays whole)."""
     if "experts" in name.split(".") or style in EXPERTS:
         return "", EXPERTS_WHY
     if style in WHOLE:

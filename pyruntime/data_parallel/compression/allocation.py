@@ -1,15 +1,15 @@
-"""Which parameter each layer is compressed by: as few bytes as a total error allows (Markov et al. 2022,
+"""Chooses how each layer is compressed, in as few bytes as a total error allows (Markov et al. 2022,
 "L-GreCo", arXiv 2210.17357).
 
     minimise   sum over layers l of size(l, c_l)     subject to   sum of error(l, c_l) <= E
 
-over one choice c_l each, with E the error of the choice that would be the same for all: a knapsack with
-classes, solved by a dynamic program over errors in `levels` steps of E / levels.
+There is one choice c_l for each layer, and E is the error of one choice for all layers. This knapsack with
+classes is solved by a dynamic program over errors, in `levels` steps of E / levels.
 
-Rounded down, the program allows whatever E allows, and more: where the errors of its answer add up to no more
-than E, nothing is smaller. Otherwise it is solved with errors rounded up, which allows nothing that E does
-not; but that may exclude the uniform choice itself, which is then what is returned. So what is returned is
-never larger than the uniform choice, and its error never above E.
+With errors rounded down, the program allows whatever E allows, and more. If the true errors of its answer add
+up to at most E, no answer is smaller. Otherwise it is solved with errors rounded up, which allows nothing
+that E does not. That may exclude the uniform choice itself, which is then returned. So the answer is never
+larger than the uniform choice, and its error never exceeds E.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pyruntime.comm.core import _C
 
 LEVELS = 10_000
-"""Of the paper."""
+"""The paper's number."""
 
 
 def allocate(
@@ -29,15 +29,15 @@ def allocate(
     uniform: Sequence[int],
     levels: int = LEVELS,
 ) -> list[int]:
-    """The choice of each layer.
+    """Returns the choice of each layer.
 
     Args:
-        sizes: of each layer the size of each of its choices, such as bytes.
-        errors: of each layer the error of each choice, not negative, such as a squared norm.
-        uniform: of each layer the choice whose errors add up to E.
-        levels: time and memory are in proportion to it: 8 bytes for each of them and each layer.
+        sizes: for each layer the size of each of its choices, such as bytes.
+        errors: for each layer the error of each choice, not negative, such as a squared norm.
+        uniform: for each layer the choice whose errors add up to E.
+        levels: time and memory are proportional to it: 8 bytes for each level and layer.
 
-    Raises ValueError where an error is negative or not finite.
+    Raises ValueError if an error is negative or not finite.
     """
     for layer, row in enumerate(errors):
         if not all(0 <= error < math.inf for error in row):
@@ -56,7 +56,7 @@ def allocate(
             continue
         if _total(sizes, found) < _total(sizes, best):
             best = found
-        break  # rounded down it is the best there is
+        break  # rounded down, no answer is smaller
     return best
 
 
@@ -65,5 +65,5 @@ def _total(of: Sequence[Sequence[float]], choices: Sequence[int]) -> float:
 
 
 def _steps(error: float, budget: float, levels: int, rounded) -> int:
-    """More than `levels`, and no more of it, where one layer alone goes beyond the budget."""
+    """Returns the error in steps; levels + 1 if one layer by itself exceeds the budget."""
     return min(rounded(min(error / budget, 2.0) * levels), levels + 1)

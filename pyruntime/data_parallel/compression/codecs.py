@@ -1,7 +1,7 @@
-"""How values become bytes, by one number for each matrix: its bits, or how many of a million values travel.
+"""Turns values into bytes, by one number for each matrix: its bits, or how many of a million values travel.
 
-A codec packs a stretch of values with what was lost of it before, and adds what was packed to a sum. What it
-would lose at other numbers is what plans are made of.
+A codec packs a stretch of values, with what was lost of it before, and adds packed values to a sum. Plans are
+made from what it would lose with other numbers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ MILLION = 1_000_000
 
 
 class Codec(Protocol):
-    """values: flat, of any of the dtypes. number: of the matrix that they are of."""
+    """Packs values, flat and of any of the dtypes. number: that of the matrix that they belong to."""
 
     uniform: int
     """The number that the settings ask for."""
     finest: int
-    """Of matrices that are too small to be worth a loss."""
+    """The number of matrices that are too small to be worth a loss."""
 
     def candidates(self) -> list[int]:
-        """Numbers that a plan may give, `uniform` among them."""
+        """Returns the numbers that a plan may give, `uniform` among them."""
 
     def nbytes(self, count: int, number: int) -> int:
-        """Of so many values, packed."""
+        """Returns the bytes of `count` packed values."""
 
     def pack(
         self,
@@ -38,24 +38,24 @@ class Codec(Protocol):
         residual: Tensor | None,
         rounding: tuple[int, int] | None,
     ) -> None:
-        """As `pyruntime.ops.compression.quantize` takes them."""
+        """Packs values; the arguments are those of `pyruntime.ops.compression.quantize`."""
 
     def add(self, packed: Tensor, number: int, out: Tensor) -> None:
-        """out, fp32, += what was packed."""
+        """Adds packed values to `out`, fp32."""
 
     def errors(self, values: Tensor, residual: Tensor | None) -> list[float]:
-        """||x - Q(x)||^2 of x = values + residual, by candidate; nothing is changed. Not finite where x is
-        not."""
+        """Returns ||x - Q(x)||^2 of x = values + residual for each candidate, and changes nothing. Not finite
+        if x is not."""
 
 
 class Quantized:
-    """`number` bits a value."""
+    """Packs a value in `number` bits."""
 
     finest = 8
 
     def __init__(self, settings: Compression):
         self.uniform = settings.bits
-        # Rounded at random, fewer bits lose far more than is measured.
+        # With random rounding, fewer bits lose far more than is measured.
         self._least = 1 if settings.error_feedback else min(4, settings.bits)
 
     def candidates(self) -> list[int]:
@@ -82,7 +82,7 @@ class Quantized:
 
 
 class TopK:
-    """`number` of a million values, and at least one of any."""
+    """Packs the largest `number` of a million values, at least one."""
 
     finest = MILLION
 
@@ -118,7 +118,7 @@ class TopK:
 
 
 def codec_of(settings: Compression) -> Codec | None:
-    """None: the method needs the whole matrix (power_sgd.py)."""
+    """Returns the codec; None if the method needs the whole matrix (power_sgd.py)."""
     if settings.method == "power_sgd":
         return None
     return Quantized(settings) if settings.method == "quantize" else TopK(settings)

@@ -1,4 +1,4 @@
-"""Who compresses a model's gradients: what was lost of each, the plan, and when there is a new one."""
+"""Compresses a model's gradients: keeps what was lost of each, and the plan, and makes new plans."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyruntime import ops
-from pyruntime.comm.channel import Channels
-from pyruntime.data_parallel import reduction
+from pyruntime.comm.core import _C
+from pyruntime.data_parallel import bucket_sum
 from pyruntime.data_parallel.axes import Axes, FlightAxis
+from pyruntime.data_parallel.bucket_sum import Reduced, Touched, WriteChunk
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.data_parallel.compression import power_sgd
 from pyruntime.data_parallel.compression.allocation import allocate
 from pyruntime.data_parallel.compression.codecs import Codec, codec_of
-from pyruntime.data_parallel.compression.packets import PackedSum, Packing, rows_needed
+from pyruntime.data_parallel.compression.packets import Mail, PackedSum, Packing, rows_needed
 from pyruntime.data_parallel.compression.power_sgd import LowRank, LowRankSum
 from pyruntime.data_parallel.compression.settings import Compression
 from pyruntime.data_parallel.compression.units import (
-    ROW,
     Unit,
     is_compressed,
     pieces_of,
     units_of,
 )
-from pyruntime.data_parallel.reduction import Reduced, Touched, WriteChunk
 from pyruntime.ops.compression import BLOCK
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PIECES = 64
-"""A plan gives bits to pieces of as many elements as all have divided by this, or LEAST_PIECE, rounded up."""
+"""Plans give bits to pieces of matrices. A piece has the elements of all matrices divided by this, at least
+LEAST_PIECE, rounded up."""
 LEAST_PIECE = 64 * BLOCK
 KEPT = -1
-"""In place of a new number: the old one stays."""
+"""Stands in place of a new number: the old one stays."""
 
 
 class _Packed:
@@ -47,21 +47,22 @@ class _Packed:
         if settings.plan_every and settings.method == "quantize":
             is_cut = bucket.segments > 1
             self.units = [piece for unit in self.units for piece in pieces_of(unit, most, is_cut)]
-        self.residual = torch.zeros(bucket.lines * bucket.width) if settings.error_feedback else None
+        elements, device = bucket.lines * bucket.width, bucket.device
+        self.residual = torch.zeros(elements, device=device) if settings.error_feedback else None
         self.qs: list[Tensor] = []
         if settings.method == "power_sgd":
             most = power_sgd.candidates(settings)[-1] if settings.plan_every else settings.rank
-            self.qs = [power_sgd.first_q(unit, most, settings.seed) for unit in self.units]
+            self.qs = [power_sgd.first_q(unit, most, settings.seed).to(device) for unit in self.units]
         self.errors: dict[str, list[float]] = {}
-        """Of this step, by unit: squares of what would be lost, by candidate; where it is measured."""
+        """Squares of what would be lost in this step, by unit and candidate, if it is measured."""
 
 
 class Compressor:
-    """Launches the gradients of `buckets` over `axes`, of which one has several ranks: compressed where they
-    are matrices, but `tables`; else as they are.
+    """Launches the gradients of `buckets` over `axes`, one of which has several ranks. Matrices are
+    compressed, except `tables`; other gradients travel as they are.
 
-    Raises ValueError where both axes have several ranks, and where nothing can be compressed: other dtypes,
-    and devices. Every rank makes it alike.
+    Raises ValueError if both axes have several ranks, and for dtypes and devices that cannot be compressed.
+    Every rank makes it alike.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Compressor:
         self._axis = _only_axis(axes)
         packed = [bucket for bucket in buckets if is_compressed(bucket, tables)]
         _check_dtypes(packed)
+        self._device = packed[0].device if packed else torch.device("cpu")
         most = max(LEAST_PIECE, sum(bucket.lines * bucket.width for bucket in packed) // PIECES)
         self._packed = {id(bucket): _Packed(bucket, self._axis.size, settings, most) for bucket in packed}
         self._codec = codec_of(settings)
@@ -78,16 +80,16 @@ class Compressor:
         self._uniform = settings.rank if self._codec is None else self._codec.uniform
         self._units = [unit for one in self._packed.values() for unit in one.units]
         self._numbers = torch.tensor([self._first_number(unit) for unit in self._units])
-        """Of each unit: bits, values of a million, or the rank."""
+        """Each unit's number: bits, values of a million, or the rank."""
         self._steps = torch.zeros(1, dtype=torch.int64)
-        """Taken."""
-        self._channels = None if self._codec is None else self._open_channels(self._codec)
+        """Steps taken."""
+        self._mail = None if self._codec is None else self._open_mail(self._codec)
 
     @property
     def plan(self) -> dict[str, int]:
-        """What each matrix is compressed by, by its name in a state dict: bits, how many of a million values
-        travel, or the rank. Of a large matrix that is planned in pieces, by name[0], name[1] and so on. The
-        same on all ranks."""
+        """The number that compresses each matrix, by its name in a state dict: bits, how many of a million
+        values travel, or the rank. A large matrix that is planned in pieces has name[0], name[1] and so on.
+        The same on all ranks."""
         numbers = self._numbers.tolist()
         return {unit.key: number for unit, number in zip(self._units, numbers, strict=True)}
 
@@ -100,17 +102,17 @@ class Compressor:
         on_reduced: Reduced,
         touched: Touched | None = None,
     ) -> Callable[[], None]:
-        """As `reduction.launch`."""
+        """Launches a bucket as `bucket_sum.launch` does, compressed if it is a matrix."""
         one = self._packed.get(id(bucket))
         if one is None:
-            return reduction.launch(bucket, dtype, axes, write, on_reduced, touched)
-        gradient = torch.empty(bucket.lines, bucket.width, dtype=dtype)
+            return bucket_sum.launch(bucket, dtype, axes, write, on_reduced, touched)
+        gradient = torch.empty(bucket.lines, bucket.width, dtype=dtype, device=bucket.device)
         for begin in range(0, bucket.lines, bucket.segment_lines):
             write(gradient[begin : begin + bucket.segment_lines], begin)
         if self._is_measured():
             one.errors = {unit.key: self._errors(one, unit, gradient) for unit in self._planned(one)}
         self._axis.make_room()
-        if self._channels is None:
+        if self._mail is None:
             LowRankSum(self._low_rank(one), self._axis, gradient, dtype, on_reduced)
         else:
             got = bucket.got(gradient[: bucket.segment_lines]).byte()
@@ -120,18 +122,18 @@ class Compressor:
                 bucket.mark(lines, (tails != 0).any(0))
                 on_reduced(bucket, lines.to(dtype))
 
-            PackedSum(self._packing(one), self._axis, self._channels, gradient.view(-1), got, summed)
+            PackedSum(self._packing(one), self._axis, self._mail, gradient.view(-1), got, summed)
         return lambda: None
 
     def end_step(self) -> None:
-        """All gradients of a step have been reduced. Every rank calls it."""
+        """Ends a step, when all its gradients have been reduced. Every rank calls it."""
         if self._is_measured():
             self._plan_anew()
         self._steps += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What this rank needs to go on, over the storage that it is kept in; names differ between ranks.
-        Of the same settings and ranks alone."""
+        """Returns what this rank needs to go on, with the same settings and ranks only. The tensors share
+        storage with the compressor; names differ between ranks."""
         rank = dist.get_rank()
         state = {f"{rank}.steps": self._steps, f"{rank}.numbers": self._numbers}
         for one in self._packed.values():
@@ -161,16 +163,14 @@ class Compressor:
         assert one.residual is not None
         return LowRank(one.bucket, one.units, self._numbers_of(one), one.qs, one.residual)
 
-    def _open_channels(self, codec: Codec) -> Channels:
-        """With room for the longest message that any plan makes."""
+    def _open_mail(self, codec: Codec) -> Mail:
+        """Opens mail with room for the longest message that any plan makes."""
         size, most = self._axis.size, self._candidates[-1] if self.settings.plan_every else self._uniform
         rows = 1
         for one in self._packed.values():
             numbers = [codec.finest if unit.is_small else most for unit in one.units]
             rows = max(rows, rows_needed(_packing_of(one, numbers, codec, None), size))
-        edges = [(sender, to) for sender in range(size) for to in range(size) if sender != to]
-        assert self._axis.mesh is not None
-        return Channels(self._axis.mesh, "dp", edges, rows, ROW, torch.uint8)
+        return Mail(self._axis, rows, self._device)
 
     # -- plans
 
@@ -182,7 +182,7 @@ class Compressor:
         return [unit for unit in one.units if not unit.is_small]
 
     def _errors(self, one: _Packed, unit: Unit, gradient: Tensor) -> list[float]:
-        """Of what this rank sends of the unit in this step, by candidate; not finite where that is not."""
+        """Returns the errors of what this rank sends of the unit, by candidate; they may not be finite."""
         if self._codec is None:
             low = self._low_rank(one)
             matrix = low.matrix(gradient.view(-1), unit).float() + low.matrix(low.residual, unit)
@@ -199,17 +199,13 @@ class Compressor:
         return torch.tensor(of_ranks, dtype=torch.float64).sum(0).tolist()
 
     def _plan_anew(self) -> None:
-        """Every rank's errors are added up in one order, and rank 0's plan is taken by all."""
+        """Adds up every rank's errors in one order, and takes rank 0's plan on all ranks."""
         planned = [(one, unit) for one in self._packed.values() for unit in self._planned(one)]
         if not planned:
             return
-        mine = torch.tensor([one.errors[unit.key] for one, unit in planned], dtype=torch.float64)
-        errors = ops.all_gather_stats(mine, self._axis.name).sum(0)
+        errors = self._gathered([one.errors[unit.key] for one, unit in planned]).sum(0)
         found = self._allocated([unit for _, unit in planned], errors) if self._axis.rank == 0 else []
-        chosen = torch.tensor(found or [KEPT] * len(planned), dtype=torch.float64)
-        chosen = ops.all_gather_stats(chosen, self._axis.name)[
-            0
-        ]  # by the transport of gradients, in their order
+        chosen = self._gathered(found or [KEPT] * len(planned))[0]
         of_units = {unit.key: int(number) for (_, unit), number in zip(planned, chosen, strict=True)}
         numbers = self._numbers.tolist()
         for i, unit in enumerate(self._units):
@@ -217,8 +213,14 @@ class Compressor:
                 numbers[i] = of_units[unit.key]
         self._numbers.copy_(torch.tensor(numbers))
 
+    def _gathered(self, numbers: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
+        """Returns the numbers of all ranks, fp64 [ranks, ...] on the CPU, by the transport of gradients, in
+        their order."""
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        return ops.all_gather_stats(mine, self._axis.name).cpu()
+
     def _allocated(self, units: Sequence[Unit], errors: Tensor) -> list[int]:
-        """The numbers of these units; none where what was measured is not finite, and the plan stays."""
+        """Returns the numbers of these units; none, and the plan stays, if an error is not finite."""
         if not errors.isfinite().all():
             return []
         uniform = self._candidates.index(self._uniform)
@@ -227,7 +229,7 @@ class Compressor:
         return [self._candidates[choice] for choice in chosen]
 
     def _nbytes(self, unit: Unit, number: int) -> int:
-        """That ranks send of the unit in a step, all together."""
+        """Returns the bytes of the unit that all ranks together send in a step."""
         if self._codec is None:
             return power_sgd.nbytes(unit, number)
         return sum(self._codec.nbytes(count, number) for _, count in unit.stretches)
@@ -236,7 +238,7 @@ class Compressor:
 def _packing_of(
     one: _Packed, numbers: Sequence[int], codec: Codec, residual: Tensor | None, **random: Any
 ) -> Packing:
-    """With a mark for each parameter that this rank had a gradient for."""
+    """Returns the packing, whose tail has a mark for each parameter that this rank had a gradient for."""
     bucket = one.bucket
     elements, is_cut = bucket.lines * bucket.width, bucket.segments > 1
     marks = len(bucket.parameters)
@@ -246,7 +248,7 @@ def _packing_of(
 def _only_axis(axes: Axes) -> FlightAxis:
     if axes.shard.size > 1 and axes.replicate.size > 1:
         raise ValueError(
-            f"Gradients are compressed over one axis, and here are {axes.replicate.size} replicas of "
+            f"Gradients are compressed over one axis only, but here are {axes.replicate.size} replicas of "
             f"{axes.shard.size} ranks; use one of the two, or no compression."
         )
     return axes.shard if axes.shard.size > 1 else axes.replicate
@@ -254,8 +256,12 @@ def _only_axis(axes: Axes) -> FlightAxis:
 
 def _check_dtypes(buckets: Sequence[Bucket]) -> None:
     for bucket in buckets:
-        if bucket.dtype not in DTYPES or bucket.device.type != "cpu":
+        if bucket.dtype not in DTYPES:
             raise ValueError(
-                f"{bucket.name} is {bucket.dtype} on {bucket.device}, and gradients are compressed on the "
-                "CPU in float32, bfloat16 and float16; leave compression out."
+                f"{bucket.name} is {bucket.dtype}, and gradients are compressed only in float32, bfloat16 "
+                "and float16; leave compression out."
+            )
+        if reason := _C.why_no_compression(str(bucket.device)):
+            raise ValueError(
+                f"{bucket.name} cannot be compressed on {bucket.device}: {reason}; or leave compression out."
             )

@@ -1,15 +1,14 @@
-"""Gradients as matrices of low rank (Vogels et al. 2019, "PowerSGD", arXiv 1905.13727, algorithm 1).
+"""Sums gradients as matrices of low rank (Vogels et al. 2019, "PowerSGD", arXiv 1905.13727, algorithm 1).
 
-Of a matrix M_r = gradient + residual [n, m] on each rank r, and a Q [m, k] that all ranks have (warm start:
-that of the step before),
+Each rank r has a matrix M_r = gradient + residual [n, m]. All ranks have the same Q [m, k], that of the step
+before (warm start):
 
     P = orthonormal(sum over ranks of M_r Q)     [n, k], summed among the ranks
     Q = sum over ranks of M_r^T P                [m, k], summed among the ranks
     the sum of the gradients becomes P Q^T; the residual M_r - P P^T M_r, what rank r's part of it lost
 
-so that one iteration a step follows the subspace of the largest singular values. k (n + m) numbers travel
-twice in place of n m. Matrices for which that is not less travel whole in the first of the two sums, as do
-the marks.
+So one iteration a step follows the subspace of the largest singular values. k (n + m) numbers travel twice in
+place of n m. If that is not less, a matrix travels whole in the first of the two sums, as do the marks.
 """
 
 from __future__ import annotations
@@ -25,99 +24,107 @@ from torch import Tensor
 from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.axes import FlightAxis
+from pyruntime.data_parallel.bucket_sum import Reduced
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.data_parallel.compression.settings import Compression
 from pyruntime.data_parallel.compression.units import Unit
-from pyruntime.data_parallel.reduction import Reduced
 from pyruntime.ops.layers import sum_of_squares
 
 WIDTH = 16
-"""Numbers of a line of a sum."""
+"""Numbers in a line of a sum."""
 
 
 def candidates(settings: Compression) -> list[int]:
-    """Ranks that a plan may give."""
+    """Returns the ranks that a plan may give."""
     factors = (1 / 4, 1 / 2, 3 / 4, 1, 3 / 2, 2, 3, 4)
     return sorted({max(1, round(settings.rank * factor)) for factor in factors})
 
 
 def travels_whole(unit: Unit, rank: int) -> bool:
-    """Whether a matrix of that rank would take no fewer bytes."""
+    """Whether an approximation of that rank would take no fewer bytes than the matrix."""
     return unit.is_small or min(rank, unit.rows, unit.columns) * (unit.rows + unit.columns) >= (
         unit.rows * unit.columns
     )
 
 
 def nbytes(unit: Unit, rank: int) -> int:
-    """Of both sums, in fp32."""
+    """Returns the bytes of both sums, in fp32."""
     elements = unit.rows * unit.columns if travels_whole(unit, rank) else rank * (unit.rows + unit.columns)
     return 4 * elements
 
 
 def first_q(unit: Unit, rank: int, seed: int) -> Tensor:
-    """[m, rank], the same on all ranks."""
+    """Returns the first Q, [m, rank], the same on all ranks."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {unit.key}".encode()))
     return torch.randn(rank, unit.columns, generator=generator).t().contiguous()
 
 
 def errors(matrix: Tensor, ranks: Sequence[int], q: Tensor) -> list[float]:
-    """||M - its best approximation of that rank||^2 among those whose columns M q spans, q [m, the largest of
-    `ranks`]: what a step from q can lose, and not below the true one; NaN where M, or a square of it, is not
-    finite."""
+    """Returns for each rank ||M - its best approximation||^2, among those whose columns M q spans, with q [m,
+    the largest of `ranks`]. A step from q can lose that much; the true error is not above it. NaN if M, or a
+    square of it, is not finite."""
     whole = float(sum_of_squares([matrix]))
     spanned = matrix @ q
     if not math.isfinite(whole + float(sum_of_squares([spanned]))):
         return [math.nan] * len(ranks)
     image = (matrix.t() @ torch.linalg.qr(spanned).Q).double()
-    # Of squares of singular values, from the largest on.
+    # Sums of squares of singular values, from the largest on.
     sums = torch.linalg.eigvalsh(image.t() @ image).flip(0).cumsum(0).tolist()
     return [max(0.0, whole - sums[min(rank, len(sums)) - 1]) for rank in ranks]
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """How one bucket travels in this step."""
+    """The state with which one bucket travels in this step."""
 
     bucket: Bucket
     units: Sequence[Unit]
     ranks: Sequence[int]
-    """Of each unit's approximation."""
+    """The rank of each unit's approximation."""
     qs: Sequence[Tensor]
-    """Of each unit [m, at least its rank]; the first columns are used, and become those of the next step."""
+    """Each unit's Q, [m, at least its rank]; its first columns are used, and become the next step's."""
     residual: Tensor
-    """fp32, flat, of the bucket's lines."""
+    """fp32, flat, as long as the bucket's lines."""
 
     def matrix(self, memory: Tensor, unit: Unit) -> Tensor:
-        """The unit's rows of flat memory of the bucket's lines, [n, m]: a view where they lie together, else
-        a copy."""
+        """Returns the unit's rows of flat memory of the bucket's lines, [n, m]: a view if they lie together,
+        else a copy."""
         stretches = [memory[first : first + count] for first, count in self.in_memory(unit)]
         joined = stretches[0] if len(stretches) == 1 else torch.cat(stretches)
         return joined.view(unit.rows, unit.columns)
 
     def in_memory(self, unit: Unit) -> list[tuple[int, int]]:
-        """First element and how many of each stretch of memory that the unit's rows take."""
+        """Returns the first element, and the number, of each stretch of memory that the unit's rows take."""
         first = unit.stretches[0][0]
         if self.bucket.segments == 1:
             return [(first, unit.rows * unit.columns)]
         return list(unit.stretches)
 
     def store(self, memory: Tensor, unit: Unit, matrix: Tensor) -> None:
-        """The inverse of matrix()."""
+        """Writes the unit's rows back; the inverse of matrix()."""
         rows = iter(matrix.reshape(-1).split([count for _, count in self.in_memory(unit)]))
         for first, count in self.in_memory(unit):
             memory[first : first + count] = next(rows)
 
+    def forget_unless(self, is_finite: Tensor, unit: Unit) -> None:
+        """Sets the unit's residual to zero if a scalar, bool, is false."""
+        if is_finite.device.type == "cpu" and is_finite:
+            return  # on devices the host would wait to know
+        for first, count in self.in_memory(unit):
+            self.residual[first : first + count].masked_fill_(~is_finite, 0)
+
 
 class _Summed:
-    """fp32 numbers that are summed over all ranks, on their way."""
+    """A sum of fp32 numbers over all ranks that is under way."""
 
     def __init__(self, axis: FlightAxis, numbers: Tensor, doing: str, name: str):
         lines = max(1, -(-len(numbers) // WIDTH))
         self._count, self._name = len(numbers), name
-        padded = torch.zeros(lines, WIDTH)
+        padded = numbers.new_zeros(lines, WIDTH)
         padded.view(-1)[: len(numbers)] = numbers
         axis.make_room()
-        self._scatter = _C.LineScatter(axis.name, lines, WIDTH, torch.float32, "cpu", True)
+        device = str(numbers.device)
+        self._scatter = _C.LineScatter(axis.name, lines, WIDTH, torch.float32, device, True)
         for index, (begin, count) in enumerate(self._scatter.chunks()):
             self._scatter.part(index).copy_(padded[begin : begin + count])
             self._scatter.publish(index)
@@ -144,7 +151,7 @@ class _Summed:
 
 
 class _Flight:
-    """Numbers of a bucket that are under way, as an axis completes them."""
+    """A flight of a bucket's numbers, as an axis completes it."""
 
     _sums: _Summed | None
 
@@ -160,8 +167,7 @@ class _Flight:
 
 
 class LowRankSum(_Flight):
-    """A bucket under way over one axis: the first sum, of M Q. gradient [lines, width]: this rank's, with its
-    marks."""
+    """The flight of a bucket's first sum, of M Q. gradient [lines, width]: this rank's, with its marks."""
 
     def __init__(
         self, low: LowRank, axis: FlightAxis, gradient: Tensor, dtype: torch.dtype, on_reduced: Reduced
@@ -193,7 +199,7 @@ class LowRankSum(_Flight):
             for unit, rank in zip(low.units, low.ranks, strict=True)
         ]
         *parts, got = sums.split([*sizes, len(low.bucket.parameters)])
-        left: list[Tensor] = []  # of each unit: the whole sum, or P
+        left: list[Tensor] = []  # for each unit the whole sum, or P
         with marked("dp orthogonalise", low.bucket.name):
             for unit, rank, part in zip(low.units, low.ranks, parts, strict=True):
                 whole = travels_whole(unit, rank)
@@ -203,7 +209,7 @@ class LowRankSum(_Flight):
 
 
 class _Right(_Flight):
-    """The second sum, of M^T P."""
+    """The flight of the second sum, of M^T P."""
 
     def __init__(
         self,
@@ -216,7 +222,7 @@ class _Right(_Flight):
     ):
         self._low, self._axis, self._left, self._got = low, axis, left, got
         self._dtype, self._on_reduced = dtype, on_reduced
-        numbers = [torch.zeros(0)]
+        numbers = [low.residual.new_zeros(0)]
         with marked("dp pack", low.bucket.name):
             for unit, rank, p in zip(low.units, low.ranks, left, strict=True):
                 if travels_whole(unit, rank):
@@ -234,7 +240,7 @@ class _Right(_Flight):
         rest, self._sums = self._sums.result(), None
         segment = bucket.segment_lines * bucket.width
         offset = self._axis.rank * segment if bucket.segments > 1 else 0
-        sums = torch.zeros(bucket.segment_lines, bucket.width)
+        sums = rest.new_zeros(bucket.segment_lines, bucket.width)
         for unit, rank, p, q in zip(low.units, low.ranks, self._left, low.qs, strict=True):
             rows = slice(0, unit.rows)
             first, count = low.in_memory(unit)[0]
@@ -248,17 +254,15 @@ class _Right(_Flight):
                 continue
             right, rest = rest[: unit.columns * rank].view(unit.columns, rank), rest[unit.columns * rank :]
             torch.mm(p[rows], right.t(), out=out)
-            if right.isfinite().all():
-                q[:, :rank] = right
-            else:  # what some rank had was not finite, on all ranks alike: begin anew
-                low.store(low.residual, unit, torch.zeros(unit.rows, unit.columns))
+            is_finite = right.isfinite().all()
+            q[:, :rank] = torch.where(is_finite, right, q[:, :rank])
+            # Else some rank's values were not finite, as all ranks see here: begin anew.
+            low.forget_unless(is_finite, unit)
         bucket.mark(sums, self._got)
         self._on_reduced(bucket, sums.to(self._dtype))
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis of the columns, fp32 [n, k] with k <= n; they themselves where they are not
-    finite."""
-    if not columns.isfinite().all():
-        return columns
-    return torch.linalg.qr(columns.double()).Q.float()
+    """Returns an orthonormal basis of the columns, fp32 [n, k] with k <= n; the columns themselves if they
+    are not finite."""
+    return torch.where(columns.isfinite().all(), torch.linalg.qr(columns.double()).Q.float(), columns)

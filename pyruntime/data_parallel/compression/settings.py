@@ -1,4 +1,4 @@
-"""What is asked for."""
+"""The settings of compression."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pyruntime.choices import CompressionMethod, check_value, values
 
 @dataclass(frozen=True)
 class Compression:
-    """How the gradients of matrices travel, or the displacements of an `OuterOptimizer`. Gradients of
-    vectors, and the touched rows of embeddings, travel as they are.
+    """Settings for the gradients of matrices, or for the displacements of an `OuterOptimizer`, that travel in
+    fewer bytes. Gradients of vectors, and the touched rows of embeddings, travel as they are.
 
-    Raises ValueError for what is no such setting.
+    Raises ValueError for another value.
     """
 
     method: CompressionMethod
     bits: int = 4
-    """Of a value that is quantised, 1 to 8."""
+    """Bits of a quantised value, 1 to 8."""
     density: float = 0.01
-    """Share of the values that travels (top_k), above 0 and at most 1."""
+    """Share of the values that travel (top_k), above 0 and at most 1."""
     rank: int = 4
-    """Of what stands for a matrix (power_sgd)."""
+    """Rank of the matrix that stands for a gradient (power_sgd)."""
     error_feedback: bool = True
-    """What is lost is added to the next gradient, and values are rounded to the nearest. Without it they are
-    rounded at random, so that the mean is exact; top_k and power_sgd need it."""
+    """Whether what is lost is added to the next gradient; values are then rounded to the nearest. Without it
+    they are rounded at random, so that the mean is exact. top_k and power_sgd need it."""
     plan_every: int = 0
-    """Steps between two plans that give each matrix bits, a density or a rank of its own, in as few bytes as
-    the error of the setting above allows (L-GreCo); 0: that setting for all."""
+    """Steps between two plans (L-GreCo), which give each matrix its own bits, density or rank, in as few
+    bytes as the error of the setting above allows; 0: that setting for all."""
     seed: int = 0
-    """Of the random rounding, and of what power_sgd begins with."""
+    """Seed of the random rounding, and of power_sgd's first Q."""
 
     def __post_init__(self) -> None:
         check_value("method", self.method, values(CompressionMethod))
@@ -47,7 +47,7 @@ class Compression:
         )
 
     def words(self) -> str:
-        """For a log."""
+        """Returns the settings in words, for a log."""
         if self.method == "quantize":
             return f"in {self.bits} bits a value"
         return (

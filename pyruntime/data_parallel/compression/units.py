@@ -1,7 +1,7 @@
-"""What of a bucket is compressed together, and by which rank it is summed.
+"""Divides a bucket into units that are compressed together, and says which rank sums them.
 
-A bucket's gradient is flat memory, [lines, width] (../buckets.py). Where its segments are cut over the ranks,
-each rank sums its own segment; where every rank keeps all of it (stage 0), each sums an equal stretch of
+A bucket's gradient is flat memory, [lines, width] (../buckets.py). If its segments are cut over the ranks,
+each rank sums its own segment. If every rank keeps all of it (stage 0), each rank sums an equal stretch of
 every part, and sends the sum to all.
 """
 
@@ -17,35 +17,35 @@ from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.ops.compression import BLOCK
 
 ROW = 64
-"""Bytes of a row of a message; what is packed begins at multiples of it."""
+"""Bytes of a row of a message; packed units begin at multiples of it."""
 GRAIN = 16 * BLOCK
-"""Elements that take whole rows in any number of bits."""
+"""Elements that take whole rows with any number of bits."""
 LEAST = 1024
-"""Elements of a matrix below which nothing is worth a loss."""
+"""Elements of a matrix; below this, a matrix is too small to be worth a loss."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a parameter, which has one number (codecs.py). `stretches`: by rank, the first element in the
-    bucket's memory, and how many, of what that rank sums."""
+    """A part of a parameter, with one number (codecs.py). `stretches`: by rank, the first element in the
+    bucket's memory, and the number of elements, that the rank sums."""
 
     key: str
     rows: int
-    """Of its matrix, with those that fill up the last segment."""
+    """Rows of its matrix, with those that fill up the last segment."""
     columns: int
     is_small: bool
     stretches: tuple[tuple[int, int], ...]
 
 
 def is_compressed(bucket: Bucket, tables: Sequence[nn.Parameter]) -> bool:
-    """Matrices, but for tables of which touched rows travel alone (../touched.py)."""
+    """Whether it holds matrices, except tables, of which only touched rows travel (../touched.py)."""
     if bucket.is_table and any(bucket.parameters[0] is table for table in tables):
         return False
     return all(parameter.dim() >= 2 and parameter.numel() > 0 for parameter in bucket.parameters)
 
 
 def units_of(bucket: Bucket, ranks: int) -> list[Unit]:
-    """Of a bucket that is summed by so many ranks."""
+    """Returns the units of a bucket that is summed by so many ranks."""
     result = []
     for part in bucket.parts:
         begin, count = part.offset * bucket.width, part.lines * bucket.width
@@ -61,9 +61,9 @@ def units_of(bucket: Bucket, ranks: int) -> list[Unit]:
 
 
 def pieces_of(unit: Unit, most: int, is_cut: bool) -> list[Unit]:
-    """The unit, where it has at most so many elements; else runs of it of as many, rounded up so that every
-    rank sums as much of each, in whole blocks and rows: no rank has longer messages than another, or than
-    without pieces. is_cut: over ranks, as its segments are; else in the order of its memory."""
+    """Returns the unit if it has at most `most` elements, else runs of it of that many, rounded up. Every
+    rank sums as much of each run, in whole blocks and rows: no rank has longer messages than another, or than
+    without pieces. is_cut: the unit is cut over ranks, as its segments are; else runs follow its memory."""
     total, ranks = sum(count for _, count in unit.stretches), len(unit.stretches)
     if total <= most:
         return [unit]
@@ -87,14 +87,14 @@ def pieces_of(unit: Unit, most: int, is_cut: bool) -> list[Unit]:
 
 
 def shared_out(begin: int, count: int, ranks: int) -> tuple[tuple[int, int], ...]:
-    """The elements [begin, begin + count) over ranks, as stretches of a unit, each of whole blocks."""
+    """Divides the elements [begin, begin + count) over ranks, as stretches of a unit, of whole blocks."""
     share = -(-count // (ranks * BLOCK)) * BLOCK
     cuts = [min(rank * share, count) for rank in range(ranks + 1)]
     return tuple((begin + low, high - low) for low, high in pairwise(cuts))
 
 
 def places_of(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where each of so many bytes begins in a message, and its rows."""
+    """Returns the place where each of so many bytes begins in a message, and the message's rows."""
     places, at = [], 0
     for size in sizes:
         places.append(at)

@@ -1,1 +1,1 @@
-"""Text, its tokens on disk, and the batches that a run makes of them."""
+"""Text, its tokens on disk, and the batches of a run."""

@@ -1,4 +1,4 @@
-"""Windows of tokens as batches, read ahead of the steps that use them."""
+"""Makes batches of windows of tokens, and reads them ahead of the steps that use them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from concurrent.futures import Future
 import numpy as np
 import torch
 
-from pyruntime.train.data.corpus import Corpus, Tokens, ValidationSet
+from pyruntime.train.data.corpus import Corpus, ValidationSet
+from pyruntime.train.data.corpus_tokens import Tokens
 from pyruntime.train.data.order import SampleOrder, SampleWindow, generator
+from pyruntime.train.data.packed_conversations import IGNORED, Row
 from pyruntime.train.errors import ConfigError
 
 PHASES = 2**33
-"""Streams of random numbers of the sources' windows; `order` has those below."""
+"""First random stream for the phases of the sources' windows; `order` uses lower ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,35 +27,52 @@ class Batch:
     ids: torch.Tensor
     """[B, S] int64."""
     labels: torch.Tensor
-    """[B, S] int64: each token's successor."""
+    """[B, S] int64: each token's successor, IGNORED where it is not learned."""
     documents: torch.Tensor | None
-    """[B, S] int64: tokens of one document, and no others, see each other; None: all of a sequence do."""
+    """[B, S] int64: a token attends only to tokens of its document; None: to its whole sequence."""
+    targets: int
+    """Labels of its whole sequences that are learned, at least 1 in each."""
+    of_step: tuple[int, int]
+    """Sequences and targets of all ranks whose gradients are summed, in this step."""
 
     def split(self, size: int) -> list[Batch]:
-        """In order, `size` sequences each."""
+        """Splits it, in order, into batches of `size` sequences."""
         parts = []
         for begin in range(0, len(self.ids), size):
             rows = slice(begin, begin + size)
             documents = None if self.documents is None else _needed(self.documents[rows])
-            parts.append(Batch(self.ids[rows], self.labels[rows], documents))
+            labels = self.labels[rows]
+            parts.append(Batch(self.ids[rows], labels, documents, _learned(labels), self.of_step))
         return parts
+
+    @property
+    def weight(self) -> float:
+        """Its targets a sequence, divided by those of the step: times this, the mean of the mean losses of
+        all micro-batches is the mean over all targets. Of text it is 1."""
+        sequences, targets = self.of_step
+        return self.targets * sequences / (len(self.ids) * targets)
+
+
+def _learned(labels: torch.Tensor) -> int:
+    return int((labels != IGNORED).sum())
 
 
 def _needed(documents: torch.Tensor) -> torch.Tensor | None:
-    """None where every sequence is of one document."""
+    """Returns None if every sequence is of one document."""
     return documents if bool((documents != documents[:, :1]).any()) else None
 
 
 def windows(tokens: Tokens, seq_len: int) -> int:
-    """Of seq_len tokens and a label behind them, which do not overlap but for that."""
+    """The number of windows of seq_len tokens and a label after them; they overlap only in that label."""
     return (len(tokens) - 1) // seq_len
 
 
 class Batches:
-    """The batches of a run's steps, in the order that its seed says.
+    """The batches of a run's steps, in the order of its seed.
 
-    A thread reads the next batch while a step computes. Every rank makes one; `share` and `shares`: which
-    part of a batch's sequences are this rank's, of how many. masks: whether documents are told apart.
+    A thread reads the next batch while a step computes. Every rank makes one. share, shares: this rank's part
+    of a batch's sequences, and the number of parts. together: parts whose gradients are summed; 0: all.
+    masks: whether documents are told apart.
     """
 
     def __init__(
@@ -66,20 +85,28 @@ class Batches:
         *,
         share: int = 0,
         shares: int = 1,
+        together: int = 0,
         masks: bool = True,
     ):
         self._sources = [source.train for source in corpus.sources]
+        self._packed = [source.packed for source in corpus.sources]
         self._folders = [source.text.folder for source in corpus.sources]
         self._order = SampleOrder(
-            tuple(windows(each, seq_len) for each in self._sources), seed, corpus.weights
+            tuple(
+                windows(tokens, seq_len) if packed is None else len(packed)
+                for tokens, packed in zip(self._sources, self._packed, strict=True)
+            ),
+            seed,
+            corpus.weights,
         )
         self._seed, self._seq_len, self._vocab_size, self._masks = seed, seq_len, vocab_size, masks
         self._size, self._share, self._mine = batch_size, share, batch_size // shares
+        self._together = together or shares
         self._ahead: dict[int, Future[Batch]] = {}
 
     def take(self, first: int) -> Batch:
-        """This rank's sequences of the batch that begins with sample `first` of the run. The one that follows
-        is read from now on. Raises ConfigError for tokens that the model does not have."""
+        """Returns this rank's sequences of the batch that begins with sample `first` of the run, and starts
+        reading the next batch. Raises ConfigError for tokens outside the model's vocabulary."""
         found = self._ahead.pop(first, None)
         batch = self.read(first) if found is None else found.result()
         following = first + self._size
@@ -93,49 +120,80 @@ class Batches:
     def _fulfil(self, found: Future[Batch], first: int) -> None:
         try:
             found.set_result(self.read(first))
-        except Exception as error:  # raised by `take`, of the step that wants it
+        except Exception as error:  # `take` raises it in the step that needs the batch
             found.set_exception(error)
 
     def read(self, first: int) -> Batch:
-        """As `take`, at once."""
+        """Returns the same, but reads nothing ahead."""
         samples = self._order.samples(first + self._share * self._mine, self._mine)
-        return _batch([self._window(sample) for sample in samples], self._seq_len, self._masks, self._check)
+        batch = _batch([self._row(sample) for sample in samples], self._masks, self._of_step(first))
+        self._check(batch.ids, batch.labels)
+        return batch
 
-    def _window(self, sample: SampleWindow) -> tuple[Tokens, int]:
-        """Where its tokens begin. In every epoch all windows begin a little later, or not, so that they are
-        not cut in the same places."""
+    def _of_step(self, first: int) -> tuple[int, int]:
+        """Returns the sequences and the targets of the ranks whose gradients are summed with this one's."""
+        count = self._together * self._mine
+        if not any(self._packed):
+            return count, count * self._seq_len
+        samples = self._order.samples(first + self._share // self._together * count, count)
+        return count, sum(map(self._targets, samples))
+
+    def _targets(self, sample: SampleWindow) -> int:
+        packed = self._packed[sample.source]
+        return self._seq_len if packed is None else int(packed.targets[sample.window])
+
+    def _row(self, sample: SampleWindow) -> Row:
+        """Returns a sample. Every epoch shifts all windows of text by a random phase, so that they are not
+        cut in the same places."""
+        packed = self._packed[sample.source]
+        if packed is not None:
+            return packed.row(sample.window)
         tokens, length = self._sources[sample.source], self._seq_len
         slack = len(tokens) - 1 - windows(tokens, length) * length
         phase = generator(self._seed, sample.epoch, PHASES + sample.source).integers(0, slack + 1)
-        return tokens, int(phase) + sample.window * length
+        return _row_at(tokens, int(phase) + sample.window * length, length, self._masks)
 
-    def _check(self, ids: np.ndarray) -> None:
-        if int(ids.max()) >= self._vocab_size:
+    def _check(self, ids: torch.Tensor, labels: torch.Tensor) -> None:
+        most = max(int(ids.max()), int(labels.max()))
+        if most >= self._vocab_size:
             where = ", ".join(map(str, self._folders))
             raise ConfigError(
-                f"data.paths: the tokens in {where} go up to {int(ids.max())}, and the model's vocabulary "
-                f"holds {self._vocab_size}; the files are damaged, or of another model."
+                f"data.paths: the tokens in {where} go up to {most}, but the model's vocabulary "
+                f"has {self._vocab_size}; the files are damaged, or of another model."
             )
 
 
-def _batch(starts: Sequence[tuple[Tokens, int]], seq_len: int, masks: bool, check=lambda ids: None) -> Batch:
-    rows = np.stack([tokens.read(at, at + seq_len + 1) for tokens, at in starts]).astype(np.int64)
-    check(rows)
+def _row_at(tokens: Tokens, at: int, seq_len: int, masks: bool) -> Row:
+    """Returns the sample of text that begins there."""
+    found = tokens.read(at, at + seq_len + 1).astype(np.int64)
+    return Row(found[:-1], found[1:], tokens.documents(at, at + seq_len) if masks else None)
+
+
+def _batch(rows: Sequence[Row], masks: bool, of_step: tuple[int, int] | None = None) -> Batch:
+    """of_step: None: only these."""
+    ids, labels = (torch.from_numpy(np.stack(each)) for each in list(zip(*rows, strict=True))[:2])
     documents = None
     if masks:
-        found = np.stack([tokens.documents(at, at + seq_len) for tokens, at in starts])
+        found = np.stack([row.documents for row in rows if row.documents is not None])
         documents = _needed(torch.from_numpy(found - found[:, :1]))
-    return Batch(torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy()), documents)
+    targets = _learned(labels)
+    return Batch(ids, labels, documents, targets, of_step or (len(rows), targets))
 
 
 def validation_batches(
     each: ValidationSet, sequences: int, batch_size: int, seq_len: int, masks: bool = True
 ) -> list[Batch]:
-    """At most `sequences` windows that do not overlap, evenly spread over the tokens, `batch_size` at a time.
+    """Returns at most `sequences` samples, `batch_size` at a time: windows without overlap, spread evenly
+    over the tokens, or samples of conversations, spread evenly over all.
 
-    The same every time; the last batch may be smaller.
+    The result is the same every time; the last batch may be smaller.
     """
-    tokens = each.tokens
-    count = min(sequences, windows(tokens, seq_len))
-    starts = [(tokens, index * ((len(tokens) - 1) // count)) for index in range(count)]
-    return [_batch(starts[at : at + batch_size], seq_len, masks) for at in range(0, count, batch_size)]
+    tokens, packed = each.tokens, each.packed
+    if packed is None:
+        count = min(sequences, windows(tokens, seq_len))
+        starts = [index * ((len(tokens) - 1) // count) for index in range(count)]
+        rows = [_row_at(tokens, at, seq_len, masks) for at in starts]
+    else:
+        count = min(sequences, len(packed))
+        rows = [packed.row(index * len(packed) // count) for index in range(count)]
+    return [_batch(rows[at : at + batch_size], masks) for at in range(0, count, batch_size)]

@@ -1,18 +1,17 @@
-"""The text of a run as tokens to learn from and tokens held out.
+"""The text of a run, as tokens to learn from and held-out tokens.
 
-Text that `data.paths` name is tokenized once and kept in a cache (`token_cache`) under a name that is a hash
-of all the text and of the tokenizer: another run with the same text reads it and compares, and tokenizes
-nothing. A folder that `python -m pyruntime tokenize` has written is opened as it is.
+Text that `data.paths` names is tokenized once and kept in a cache (`token_cache`) under a hash of all the
+text and of the tokenizer: another run with the same text finds it there and tokenizes nothing. A folder
+written by `python -m pyruntime tokenize` is opened as it is.
 
-In both, documents stand in the order of a hash of their text, so the held-out end is a random choice of whole
-documents (and the tail of one more), the same on every machine that has the same text, and copies of a
-document never land on both sides.
+In both, documents are ordered by a hash of their text. So the held-out end is a random choice of whole
+documents (and the tail of one more), the same on every machine with the same text, and copies of a document
+are never on both sides.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,106 +24,37 @@ from pyruntime.comm.exchange import gather
 from pyruntime.train import agreement
 from pyruntime.train.config import Data, RunConfig
 from pyruntime.train.data import token_cache, tokenizing
+from pyruntime.train.data.corpus_tokens import Tokens
 from pyruntime.train.data.documents import survey
+from pyruntime.train.data.packed_conversations import PackedConversations
 from pyruntime.train.data.token_shards import DamagedShard, TokenShard, mark_of
 from pyruntime.train.data.tokenizer import Tokenizer
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.ranks import on_every_rank, on_rank_0
 
 MAIN_SET = "held_out"
-"""The name of what is held out of text that is one source."""
+"""Name of the tokens held out of text that is one source."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Text that is one source, or one set to validate on."""
+    """Text that is one source, or one validation set."""
 
     name: str
     paths: tuple[str, ...]
     is_tokens: bool
     """Whether the path is a folder of tokens."""
     is_val: bool
-    """Whether it is named in data.val_paths."""
+    """Whether it is in data.val_paths."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenized:
-    """Where the tokens of some text are."""
+    """The folder with the tokens of some text."""
 
     wanted: Wanted
     folder: Path
     facts: tokenizing.CorpusFacts
-
-
-class Tokens:
-    """Tokens `begin` to `end` of some shards, which are one after the other."""
-
-    def __init__(self, shards: Sequence[TokenShard], begin: int, end: int):
-        self._shards = [shard for shard in shards if len(shard.tokens)]
-        self._offsets = np.cumsum([0, *(len(shard.tokens) for shard in self._shards)])
-        self._documents = np.cumsum([0, *(shard.index.shape[1] for shard in self._shards)])
-        self._begin, self._end = begin, end
-
-    def __len__(self) -> int:
-        return self._end - self._begin
-
-    @property
-    def digest(self) -> str:
-        """BLAKE2b of what the shards' headers say of their content, and of where these tokens are in it."""
-        found = hashlib.blake2b(f"{self._begin} {self._end}".encode(), digest_size=16)
-        for shard in self._shards:
-            found.update(shard.digest)
-        return found.hexdigest()
-
-    def read(self, begin: int, end: int) -> np.ndarray:
-        """Tokens [end - begin], copied."""
-        parts = [shard.tokens[low:high] for shard, _, low, high in self._parts(begin, end)]
-        return np.concatenate(parts)
-
-    def documents(self, begin: int, end: int) -> np.ndarray:
-        """The number of the document of each of these tokens, int64 [end - begin], ascending."""
-        found = []
-        for shard, before, low, high in self._parts(begin, end):
-            ends = shard.index[0]
-            first = int(np.searchsorted(ends, np.int64(low), side="right"))
-            last = int(np.searchsorted(ends, np.int64(high - 1), side="right"))
-            within = np.searchsorted(ends[first:last], np.arange(low, high), side="right")
-            found.append(before + first + within)
-        return np.concatenate(found)
-
-    def _parts(self, begin: int, end: int) -> list[tuple[TokenShard, int, int, int]]:
-        """Shards in which these tokens are, the documents of those before, and from where to where."""
-        begin, end = begin + self._begin, end + self._begin
-        first = int(np.searchsorted(self._offsets, begin, side="right")) - 1
-        found = []
-        while first < len(self._shards) and self._offsets[first] < end:
-            offset, shard = int(self._offsets[first]), self._shards[first]
-            low, high = max(begin - offset, 0), min(end - offset, len(shard.tokens))
-            found.append((shard, int(self._documents[first]), low, high))
-            first += 1
-        return found
-
-    @property
-    def bytes(self) -> int:
-        """Of text that they stand for; of a document that is cut, its share."""
-        return self._bytes_before(self._end) - self._bytes_before(self._begin)
-
-    def _bytes_before(self, token: int) -> int:
-        total = 0
-        for shard, offset in zip(self._shards, self._offsets, strict=False):
-            total += bytes_before(shard.index, min(max(token - int(offset), 0), len(shard.tokens)))
-        return total
-
-
-def bytes_before(index: np.ndarray, token: int) -> int:
-    """Bytes of text that the first `token` tokens of a shard stand for."""
-    ends, sizes = index
-    document = int(np.searchsorted(ends, np.int64(token), side="right"))
-    first, before = (int(ends[document - 1]), int(sizes[document - 1])) if document else (0, 0)
-    if document == len(ends) or token == first:
-        return before
-    last, behind = int(ends[document]), int(sizes[document])
-    return before + round((behind - before) * (token - first) / (last - first))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +64,8 @@ class TextSource:
     name: str
     train: Tokens
     text: Tokenized
+    packed: PackedConversations | None = None
+    """The samples of conversations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +74,7 @@ class ValidationSet:
 
     name: str
     tokens: Tokens
+    packed: PackedConversations | None = None
 
     @property
     def bytes_per_token(self) -> float:
@@ -150,21 +83,21 @@ class ValidationSet:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """What a run learns from and is validated on."""
+    """All text of a run: sources to learn from, and validation sets."""
 
     sources: tuple[TextSource, ...]
     weights: tuple[float, ...]
-    """Shares of the sources in what is learned from; empty: as many as their tokens."""
+    """Shares of the sources in the samples; empty: in proportion to their tokens."""
     sets: tuple[ValidationSet, ...]
 
     def digests(self) -> dict[str, str]:
-        """Of the tokens of every source and set, by name, from the headers of their shards."""
+        """Digests of the tokens of every source and set, by name, from their shards' headers."""
         parts = [(f"the tokens of {each.name}", each.train) for each in self.sources]
         parts += [(f"the tokens of {each.name} to validate on", each.tokens) for each in self.sets]
         return {name: tokens.digest for name, tokens in parts}
 
     def __str__(self) -> str:
-        """What there is, in a line for people."""
+        """Describes the text in one line."""
         facts = [source.text.facts for source in self.sources]
         files, documents = sum(each.files for each in facts), sum(each.documents for each in facts)
         skipped = sum(each.skipped for each in facts)
@@ -176,22 +109,43 @@ class Corpus:
         )
         sources = f" of {len(self.sources)} sources" if len(self.sources) > 1 else ""
         sets = f" in {len(self.sets)} sets" if len(self.sets) > 1 else ""
-        return f"{files} files{of}{left_out}, {train:,} tokens to learn from{sources}, {val:,} held out{sets}"
+        return (
+            f"{files} files{of}{left_out}, {train:,} tokens to learn from{sources}, {val:,} held out{sets}"
+            f"{self._of_conversations()}"
+        )
+
+    def _of_conversations(self) -> str:
+        """Says what the conversations lost."""
+        every = [*(each.packed for each in self.sources), *(each.packed for each in self.sets)]
+        packed = [each for each in every if each is not None]
+        if not packed:
+            return ""
+        lost = {
+            "without a turn to learn were left out": sum(
+                source.text.facts.empty or 0 for source in self.sources
+            ),
+            "too long for train.seq_len lost their end": sum(each.cut for each in packed),
+            "without a token to learn before that end were left out": sum(each.left_out for each in packed),
+        }
+        said = "".join(f"; {count:,} {what}" for what, count in lost.items() if count)
+        taken, samples = sum(each.conversations for each in packed), sum(map(len, packed))
+        targets = sum(int(each.targets.sum()) for each in packed)
+        return f"; {taken:,} conversations in {samples:,} samples with {targets:,} targets{said}"
 
 
 def cache_folder(data: Data) -> Path:
-    """Where the tokens of runs are kept."""
+    """Returns the folder of cached tokens."""
     return Path(data.cache) if data.cache else token_cache.default_folder()
 
 
 def wanted(data: Data) -> list[Wanted]:
-    """What to open. With data.weights each of data.paths is a source of its own, without all text is one and
-    each folder of tokens another. Raises ConfigError where two sets to validate on have one name."""
+    """Returns the text to open. With data.weights each of data.paths is a source, else all text is one and
+    each folder of tokens another. Raises ConfigError if two validation sets have one name."""
     for path in (*data.paths, *data.val_paths):
         if tokenizing.is_unfinished(Path(path)):
             raise ConfigError(
-                f"data.paths: the tokens in {path} are not finished; call `python -m pyruntime tokenize` "
-                "again as it was called."
+                f"data.paths: the tokens in {path} are not finished; repeat the same call of `python -m "
+                "pyruntime tokenize`."
             )
     found = []
     text = [path for path in data.paths if not tokenizing.is_tokens(Path(path))]
@@ -207,8 +161,8 @@ def wanted(data: Data) -> list[Wanted]:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
-                f"data.paths and data.val_paths: two of them are called {name}, and validation losses go by "
-                "that name; rename one."
+                f"data.paths and data.val_paths: two of them are called {name}, which names their validation "
+                "losses; rename one."
             )
     return found
 
@@ -220,14 +174,21 @@ def _name_of_path(path: str) -> str:
 def build(
     data: Data, tokenizer: Tokenizer, say: Callable[[str], None] = lambda text: None
 ) -> list[Tokenized]:
-    """The tokens of all text, from the cache or written there. One process does this; all then `open_corpus`.
+    """Returns the tokens of all text, from the cache or written there. One process does this; then all call
+    `open_corpus`.
 
-    `say` is told before something is tokenized. Raises ConfigError where nothing can be read, a line of a
-    .jsonl file holds no text or none has any, the tokens of a folder are another tokenizer's, or the cache
-    cannot be written.
+    Calls `say` before it tokenizes. Raises ConfigError if nothing can be read, a line of a .jsonl file holds
+    no text or none has any, the tokens of a folder are another tokenizer's, or the cache cannot be written.
     """
-    return [_found(each, tokenizer) if each.is_tokens else _built(each, data, tokenizer, say)
-            for each in wanted(data)]  # fmt: skip
+    texts = [_found(each, tokenizer) if each.is_tokens else _built(each, data, tokenizer, say)
+             for each in wanted(data)]  # fmt: skip
+    is_asked = data.targets != "all" or data.chat_template
+    if is_asked and not any(each.facts.targets and not each.wanted.is_tokens for each in texts):
+        raise ConfigError(
+            "data.targets and data.chat_template say how conversations become tokens, but data.paths names "
+            "no conversations that are not tokens yet; leave them out, or name the files."
+        )
+    return texts
 
 
 def _found(each: Wanted, tokenizer: Tokenizer) -> Tokenized:
@@ -242,13 +203,14 @@ def _found(each: Wanted, tokenizer: Tokenizer) -> Tokenized:
 
 
 def _built(each: Wanted, data: Data, tokenizer: Tokenizer, say: Callable[[str], None]) -> Tokenized:
-    sources, skipped = survey(each.paths, data.pattern)
-    cache, name = cache_folder(data), tokenizing.name_of(sources, tokenizer, data.field)
+    sources, skipped = survey(each.paths, data.pattern, data.field)
+    encoder = tokenizing.encoder_of(sources, tokenizer, data.chat_template, data.targets)
+    cache, name = cache_folder(data), tokenizing.name_of(sources, encoder, data.field)
 
     def write(folder: Path) -> None:
         size = sum(source.size for source in sources)
         say(f"text   {size / 1e6:,.1f} MB become tokens, which are kept in {cache}")
-        tokenizing.write(folder, sources, skipped, tokenizer, data.field)
+        tokenizing.write(folder, sources, skipped, encoder, data.field)
 
     try:
         folder = token_cache.entry(cache, name, write)
@@ -257,7 +219,7 @@ def _built(each: Wanted, data: Data, tokenizer: Tokenizer, say: Callable[[str], 
             f"data.cache: {error.filename or cache} cannot be written: {error.strerror}; name another folder "
             "for tokens."
         ) from error
-    # Another folder may have had the same text.
+    # The cached tokens may come from another folder with the same text.
     facts = dataclasses.replace(_facts(folder), files=len(sources), skipped=skipped)
     return Tokenized(each, folder, facts)
 
@@ -275,12 +237,17 @@ def _damaged(folder: Path, finding: str) -> ConfigError:
 
 
 def open_corpus(data: Data, texts: Sequence[Tokenized], tokenizer: Tokenizer, seq_len: int) -> Corpus:
-    """The corpus that `build` found. Raises ConfigError where what is learned from or validated on is shorter
-    than one sequence, or a file of tokens is damaged."""
+    """Opens the corpus that `build` found. Raises ConfigError if the text to learn from or to validate on is
+    shorter than one sequence, or a file of tokens is damaged."""
     sources, sets = [], []
     for text in texts:
         shards, total = _shards(text, tokenizer, data.verify), text.facts.tokens
         name = text.wanted.name
+        if text.facts.targets is not None:
+            train, val = _conversations(text, Tokens(shards, 0, total), shards, data.val_fraction, seq_len)
+            sources += [] if train is None else [train]
+            sets += [] if val is None else [val]
+            continue
         if text.wanted.is_val:
             _check_length(f"the {total} tokens of {text.wanted.paths[0]} to validate on", total, seq_len)
             sets.append(ValidationSet(name, Tokens(shards, 0, total)))
@@ -299,10 +266,46 @@ def open_corpus(data: Data, texts: Sequence[Tokenized], tokenizer: Tokenizer, se
     return Corpus(tuple(sources), data.weights, tuple(sets))
 
 
+def _conversations(
+    text: Tokenized, whole: Tokens, shards: Sequence[TokenShard], val_fraction: float, seq_len: int
+) -> tuple[TextSource | None, ValidationSet | None]:
+    """Returns the source and the validation set that some conversations are, cut between two of them.
+
+    Raises ConfigError if nothing can be learned on a side."""
+    name, paths = text.wanted.name, ", ".join(text.wanted.paths)
+    if text.wanted.is_val:
+        return None, ValidationSet(name, whole, _packed(whole, seq_len, paths))
+    if not val_fraction:
+        return TextSource(name, whole, text, _packed(whole, seq_len, paths)), None
+    ends, _ = whole.conversations()
+    inner = ends[ends < len(whole)]
+    if not len(inner):
+        raise ConfigError(
+            f"data.val_fraction={val_fraction:g} needs at least two conversations, but {paths} has one; give "
+            "more, or others in data.val_paths with data.val_fraction=0."
+        )
+    split = int(inner[np.argmin(np.abs(inner - round(len(whole) * (1 - val_fraction))))])
+    train, val = Tokens(shards, 0, split), Tokens(shards, split, len(whole))
+    return (
+        TextSource(name, train, text, _packed(train, seq_len, paths)),
+        ValidationSet(name, val, _packed(val, seq_len, f"the held-out part of {paths}")),
+    )
+
+
+def _packed(tokens: Tokens, seq_len: int, what: str) -> PackedConversations:
+    packed = PackedConversations(tokens, seq_len)
+    if not len(packed):
+        raise ConfigError(
+            f"train.seq_len={seq_len} cuts all {packed.left_out} conversations of {what} before the first "
+            "token to learn; give a longer train.seq_len."
+        )
+    return packed
+
+
 def _check_length(what: str, tokens: int, seq_len: int) -> None:
     if tokens <= seq_len:
         raise ConfigError(
-            f"train.seq_len={seq_len} needs at least {seq_len + 1} tokens, and {what} are fewer; give more "
+            f"train.seq_len={seq_len} needs at least {seq_len + 1} tokens, but {what} are fewer; give more "
             "text or a shorter train.seq_len."
         )
 
@@ -317,7 +320,7 @@ def _shards(text: Tokenized, tokenizer: Tokenizer, verify: bool) -> list[TokenSh
                 shard.check()
             if shard.mark != mark_of(tokenizer.fingerprint) or len(shard.tokens) != tokens:
                 raise DamagedShard("it is of another text or tokenizer")
-            if shard.index.shape[0] != 2:
+            if shard.index.shape[0] != (2 if text.facts.targets is None else 3):
                 raise DamagedShard("it has no ends of documents")
         except DamagedShard as error:
             raise _damaged(text.folder, f"{path.name}: {error}") from error
@@ -328,14 +331,14 @@ def _shards(text: Tokenized, tokenizer: Tokenizer, verify: bool) -> list[TokenSh
 def open_everywhere(
     config: RunConfig, tokenizer: Tokenizer, group: dist.ProcessGroup, say: Callable[[str], None]
 ) -> Corpus:
-    """Every rank of `group` calls this. Rank 0 tokenizes where the cache has nothing; then so does, of
-    each host, the first rank that does not see what rank 0 wrote, because the cache lies on a disk of its
-    own. `say` prints a line on rank 0. Raises the same ConfigError on every rank."""
+    """Opens the corpus on every rank of `group`. Rank 0 tokenizes what the cache lacks. Then, on each host
+    that does not see what rank 0 wrote, because its cache is on a disk of its own, its first rank does the
+    same. `say` prints a line on rank 0. Raises the same ConfigError on every rank."""
     data, seq_len = config.data, config.train.seq_len
 
     def build_first() -> list[Tokenized]:
         texts = build(data, tokenizer, say)
-        open_corpus(data, texts, tokenizer, seq_len)  # what is too short is refused by one rank
+        open_corpus(data, texts, tokenizer, seq_len)  # so that rank 0 refuses a text that is too short
         return texts
 
     doing = "Building the corpus"
@@ -361,7 +364,7 @@ def open_everywhere(
 
 
 def _as_seen_here(text: Tokenized, data: Data) -> Tokenized:
-    """Where that text is on this host."""
+    """Returns that text with its folder on this host."""
     if text.wanted.is_tokens:
         return text
     return dataclasses.replace(text, folder=cache_folder(data) / text.folder.name)
@@ -389,11 +392,11 @@ def _build_the_same(texts: Sequence[Tokenized], build: Callable[[], list[Tokeniz
     except ConfigError as error:
         raise ConfigError(f"on host {host}: {error}") from error
     if [text.folder.name for text in built] != [text.folder.name for text in texts]:
-        raise ConfigError(f"data.paths hold another text on host {host} than on that of rank 0.")
+        raise ConfigError(f"data.paths: host {host} has another text than rank 0's; give all the same.")
 
 
 def host_name() -> str:
-    """The same for ranks whose files are the same: the name and the boot of their machine."""
+    """Returns the name and the boot id of this machine: the same for ranks that see the same files."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

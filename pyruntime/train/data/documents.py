@@ -1,8 +1,8 @@
-"""Text as documents: a file is one, and so is every line of a .jsonl or .ndjson file and every row of a
-.parquet or .arrow one.
+"""Reads text as documents: a file is one, and so is every line of a .jsonl or .ndjson file and every row of a
+.parquet or .arrow file. Lines and rows without text may be conversations (`conversations`).
 
-Files are read twice and never held whole: once to know their content (`survey`), which says whether they were
-tokenized before, and once to be tokenized, in pieces, a `Unit` of work at a time.
+Files are read twice and never held as a whole: once to hash their content (`survey`), which shows whether
+they were tokenized before; and once to be tokenized, in pieces, one `Unit` of work at a time.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from pyruntime.train.data import tables
+from pyruntime.train.data.chat_template import BadConversation
+from pyruntime.train.data.conversations import KEYS, conversation_of, is_conversation
 from pyruntime.train.errors import ConfigError
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 LINES = {".jsonl", ".ndjson"}
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
-"""What `save_to_disk` of Hugging Face `datasets` writes beside the tables of a Dataset, and the folders of a
-DatasetDict."""
+"""Files that `save_to_disk` of Hugging Face `datasets` writes beside the tables of a Dataset, and beside the
+folders of a DatasetDict."""
 COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
 BLOCK_BYTES = 2**20
 PIECE_BYTES = 2**16
-"""A document that is longer is handed to the tokenizer in pieces of at most as many bytes."""
+"""Most bytes of a document that the tokenizer gets as one piece."""
 LEAST_UNIT, MOST_UNITS = 2**22, 4096
-"""Bytes of a unit of work, unless there would be more units than that."""
+"""Bytes of a unit of work; it grows if there would be more than MOST_UNITS."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceFile:
-    """A file with text in it, as it was when it was read first."""
+    """A file with text, as it was when it was first read."""
 
     path: Path
     digest: bytes
@@ -46,57 +48,59 @@ class SourceFile:
     size: int
     """Bytes."""
     modified_ns: int
+    is_chat: bool = False
+    """Whether its lines or rows are conversations."""
 
     @property
     def is_lines(self) -> bool:
-        """Whether every line is a document of its own."""
+        """Whether every line is a document."""
         return self.path.suffix.lower() in LINES
 
     @property
     def is_table(self) -> bool:
-        """Whether every row is a document of its own."""
+        """Whether every row is a document."""
         return self.path.suffix.lower() in tables.SUFFIXES
 
     @property
     def kind(self) -> int:
-        return 2 if self.is_table else int(self.is_lines)
+        return (2 if self.is_table else int(self.is_lines)) + 4 * self.is_chat
 
 
 @dataclasses.dataclass(frozen=True)
 class FileSpan:
-    """A part of a file: the lines or the text from one byte to another, or groups of rows of a table."""
+    """A part of a file: a range of bytes, or row groups of a table."""
 
     source: int
-    """Its number."""
+    """Number of the file."""
     begin: int
     end: int
     size: int
-    """Bytes of the file, of a table about so many."""
+    """Bytes of the file in this part; for a table an estimate."""
 
 
 Unit = tuple[FileSpan, ...]
-"""What one process tokenizes at a time."""
+"""Work that one process tokenizes at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A document, or a part of one that is a file."""
+    """A document, or a part of one that is a whole file."""
 
     digest: bytes
-    """A hash of the whole document's text, 16 bytes: documents are ordered by it."""
+    """Hash of the whole document's text, 16 bytes; documents are ordered by it."""
     source: int
     place: int
-    """Where it is in its file; parts of a document ascend."""
+    """Its place in the file; parts of a document have ascending places."""
     is_begin: bool
     is_end: bool
-    """Whether the document begins and ends here."""
+    """Whether the document begins, and ends, in this part."""
     pieces: Iterator[bytes]
     """Its text, each piece at most PIECE_BYTES; read before the next document."""
 
 
 def list_files(paths: Sequence[str], pattern: str) -> list[tuple[Path, bool]]:
-    """Files to read, sorted within each path, and whether each was named itself rather than found in a
-    folder. Raises ConfigError for a compressed one that was."""
+    """Returns the files to read, sorted within each path, and whether each was named itself, not found in a
+    folder. Raises ConfigError for a compressed file that was named."""
     if not paths:
         return [(path, False) for path in _standard_library()]
     files = []
@@ -123,8 +127,8 @@ def _standard_library() -> list[Path]:
 
 
 def _walk(root: Path, pattern: str, leave_out: Callable[[str], bool]) -> Iterator[Path]:
-    """Regular files below `root`; pipes, sockets and links that lead nowhere are left out. Of a folder that
-    `datasets` saved, its tables alone, as its state.json names them."""
+    """Yields the regular files below `root`, without pipes, sockets and broken links. From a folder that
+    `datasets` saved, yields only the tables that its state.json names."""
     for folder, names, files in os.walk(root):
         names[:] = sorted(name for name in names if not leave_out(name))
         if STATE in files and INFO in files:
@@ -151,15 +155,15 @@ def _tables_of_dataset(state: Path) -> list[str]:
         raise ConfigError(f"data.paths: {state} is damaged: it does not name the tables of its folder.")
     if missing := next((name for name in names if not state.with_name(name).is_file()), ""):
         raise ConfigError(
-            f"data.paths: {state.parent} has no {missing}, which its {STATE} names; copy it anew."
+            f"data.paths: {state.parent} has no {missing}, which its {STATE} names; copy the folder again."
         )
     return names
 
 
-def survey(paths: Sequence[str], pattern: str) -> tuple[list[SourceFile], int]:
-    """The files with text, and how many of folders were left out because they hold a zero byte, which text
-    does not. Reads all of them, as many at a time as there are cores. Raises ConfigError where nothing is
-    left or a file cannot be read."""
+def survey(paths: Sequence[str], pattern: str, field: str = "text") -> tuple[list[SourceFile], int]:
+    """Returns the files with text, and how many files of folders were left out because they hold a zero byte,
+    which text does not. Reads all of them, on all cores. Raises ConfigError if nothing is left, a file
+    cannot be read, or some hold conversations and others text."""
     files = list_files(paths, pattern)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
         found = list(threads.map(lambda file: _look(file[0]), files))
@@ -172,11 +176,36 @@ def survey(paths: Sequence[str], pattern: str) -> tuple[list[SourceFile], int]:
     if not sources:
         asked = ", ".join(paths)
         raise ConfigError(f"data.paths: there is no text in {asked} with names like {pattern}.")
+    sources = [dataclasses.replace(each, is_chat=_is_chat(each, field)) for each in sources]
+    chats = [source.path for source in sources if source.is_chat]
+    if chats and len(chats) < len(sources):
+        text = next(source.path for source in sources if not source.is_chat)
+        raise ConfigError(
+            f"data.paths: {chats[0]} holds conversations and {text} text; give each a path of its own, with "
+            "data.weights, or choose by data.pattern."
+        )
     return sources, sum(left_out)
 
 
+def _is_chat(source: SourceFile, field: str) -> bool:
+    """Whether its first line, or its columns, are those of conversations and not of text."""
+    if source.is_table:
+        with reading(source.path):
+            keys: dict[str, object] = dict.fromkeys(tables.columns(source.path), "")
+    elif source.is_lines:
+        with reading(source.path), open(source.path, "rb") as file:
+            first = next((line for line in file if line.strip()), b"")
+        try:
+            keys = json.loads(first)
+        except (ValueError, RecursionError):
+            return False
+    else:
+        return False
+    return isinstance(keys, dict) and not isinstance(keys.get(field), str) and is_conversation(keys)
+
+
 def _look(path: Path) -> tuple[SourceFile, bool]:
-    """The file, and whether it holds a zero byte."""
+    """Returns the file, and whether it holds a zero byte."""
     content, has_zero, size = hashlib.blake2b(digest_size=16), False, 0
     with reading(path), open(path, "rb", buffering=0) as file:
         modified_ns = os.fstat(file.fileno()).st_mtime_ns
@@ -189,7 +218,7 @@ def _look(path: Path) -> tuple[SourceFile, bool]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raises ConfigError where a file cannot be read inside."""
+    """Raises ConfigError if a file cannot be read inside."""
     try:
         yield
     except OSError as error:
@@ -198,7 +227,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def units(sources: Sequence[SourceFile]) -> list[Unit]:
-    """All of it, in parts of about as many bytes, which are the same every time."""
+    """Cuts all files into units of about as many bytes; the same files always give the same units."""
     size = max(LEAST_UNIT, sum(source.size for source in sources) // MOST_UNITS)
     found: list[Unit] = []
     unit: list[FileSpan] = []
@@ -214,7 +243,7 @@ def units(sources: Sequence[SourceFile]) -> list[Unit]:
 
 
 def _spans(number: int, source: SourceFile, size: int) -> Iterator[FileSpan]:
-    """A file in parts of at most `size` bytes."""
+    """Cuts a file into parts of at most `size` bytes."""
     if source.is_table:
         with reading(source.path):
             groups = tables.groups(source.path)
@@ -227,13 +256,16 @@ def _spans(number: int, source: SourceFile, size: int) -> Iterator[FileSpan]:
 
 
 def documents(sources: Sequence[SourceFile], unit: Unit, field: str) -> Iterator[Document]:
-    """Those of a unit, of a long file the part. field: of a line's object, or the column of a table. Raises
-    ConfigError where one has no text."""
+    """Yields the documents of a unit; of a long file only the part. A conversation is one piece, in the form
+    of `conversation_of`. field: key of a line's object, or column of a table, that holds text. Raises
+    ConfigError for a line or row without text, or without a conversation where others have one."""
     for span in unit:
         source = sources[span.source]
         with reading(source.path):
             if source.is_lines:
-                yield from _lines(source.path, span, field)
+                yield from _lines(source, span, field)
+            elif source.is_table and source.is_chat:
+                yield from _chat_rows(source, span)
             elif source.is_table:
                 yield from _rows(source.path, span, field)
             else:
@@ -241,7 +273,7 @@ def documents(sources: Sequence[SourceFile], unit: Unit, field: str) -> Iterator
 
 
 def _part(source: SourceFile, span: FileSpan) -> Document:
-    """Of a file that is one document."""
+    """Returns the part of a file that is one document."""
 
     def pieces() -> Iterator[bytes]:
         with reading(source.path), open(source.path, "rb", buffering=0) as file:
@@ -255,7 +287,7 @@ def _part(source: SourceFile, span: FileSpan) -> Document:
 
 
 def _part_begin(file: BinaryIO | io.FileIO, offset: int) -> int:
-    """The last good place for a cut at or before an offset."""
+    """Returns the last good place for a cut at or before `offset`."""
     if offset == 0:
         return 0
     file.seek(max(0, offset - PIECE_BYTES))
@@ -263,25 +295,51 @@ def _part_begin(file: BinaryIO | io.FileIO, offset: int) -> int:
     return offset + 1 - len(text) + _end_of_piece(text)
 
 
-def _lines(path: Path, span: FileSpan, field: str) -> Iterator[Document]:
-    """The lines that begin in a span."""
+def _lines(source: SourceFile, span: FileSpan, field: str) -> Iterator[Document]:
+    """Yields the lines that begin in a span."""
+    path = source.path
     with open(path, "rb", buffering=BLOCK_BYTES) as file:
         offset = span.begin
         if offset:
             file.seek(offset - 1)
             offset += len(file.readline()) - 1  # the rest of a line that began before
         while offset < span.end and (line := file.readline()):
-            if line.strip():
+            if line.strip() and source.is_chat:
+                try:
+                    yield _conversation(_object_of(line), span.source, offset)
+                except (_NoText, BadConversation) as finding:
+                    raise ConfigError(f"{place_of(source, offset)}: {finding}.") from None
+            elif line.strip():
                 try:
                     text = text_of(line, field)
                 except _NoText as finding:
                     raise ConfigError(
-                        f"data.paths: {path}, line {_line_number(path, offset)} {finding}; a {path.suffix} "
-                        f'file holds an object with a string "{field}" in every line.'
+                        f"data.paths: {path}, line {_line_number(path, offset)} {finding}; every line of a "
+                        f'{path.suffix} file must be an object with a string "{field}".'
                     ) from None
                 if text:
                     yield _whole(text, span.source, offset)
             offset += len(line)
+
+
+def place_of(source: SourceFile, place: int) -> str:
+    """Returns words for the place of a document in its file, as an error begins."""
+    number = f"row {place}" if source.is_table else f"line {_line_number(source.path, place)}"
+    return f"data.paths: {source.path}, {number}"
+
+
+def _conversation(content: dict[str, Any], source: int, place: int) -> Document:
+    text = conversation_of(content)
+    digest = hashlib.blake2b(text, digest_size=16).digest()
+    return Document(digest, source, place, True, True, iter([text]))
+
+
+def _chat_rows(source: SourceFile, span: FileSpan) -> Iterator[Document]:
+    for row, content in tables.objects(source.path, range(span.begin, span.end), KEYS):
+        try:
+            yield _conversation(content, span.source, row)
+        except BadConversation as finding:
+            raise ConfigError(f"{place_of(source, row)}: {finding}.") from None
 
 
 def _line_number(path: Path, offset: int) -> int:
@@ -309,7 +367,7 @@ def _whole(text: bytes, source: int, place: int) -> Document:
 
 
 def check_unchanged(sources: Sequence[SourceFile]) -> None:
-    """Raises ConfigError where a file is another one by now than when it was read first."""
+    """Raises ConfigError if a file has changed since it was first read."""
     for source in sources:
         with reading(source.path):
             now = source.path.stat()
@@ -318,7 +376,7 @@ def check_unchanged(sources: Sequence[SourceFile]) -> None:
 
 
 class _NoText(ValueError):
-    """What is wrong with a line."""
+    """A line without text; the message says what is wrong."""
 
 
 def _kind(value: object) -> str:
@@ -326,14 +384,19 @@ def _kind(value: object) -> str:
     return f"an {name}" if name == "int" else f"a {name}"
 
 
-def text_of(line: bytes, field: str) -> bytes:
-    """The text of a line of a .jsonl file as UTF-8; surrogates that stand alone become `\\uNNNN`."""
+def _object_of(line: bytes) -> dict[str, Any]:
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise _NoText(f"is no JSON ({error})") from None
     if not isinstance(content, dict):
         raise _NoText(f"holds no object but {_kind(content)}")
+    return content
+
+
+def text_of(line: bytes, field: str) -> bytes:
+    """Returns the text of a .jsonl line as UTF-8; unpaired surrogates become `\\uNNNN`."""
+    content = _object_of(line)
     text = content.get(field)
     if not isinstance(text, str):
         found = _kind(text) if field in content else f"only {', '.join(content) or 'nothing'}"
@@ -344,8 +407,8 @@ def text_of(line: bytes, field: str) -> bytes:
 
 
 def cut(file: BinaryIO | io.RawIOBase, size: int) -> Iterator[bytes]:
-    """The next `size` bytes of `file`, in pieces of at most PIECE_BYTES that end where tokenizers see an end
-    too."""
+    """Yields the next `size` bytes of `file` in pieces of at most PIECE_BYTES, cut where tokenizers also
+    cut."""
     piece = b""
     while True:
         read = file.read(min(size, PIECE_BYTES - len(piece) + 1)) or b""
@@ -362,8 +425,8 @@ def cut(file: BinaryIO | io.RawIOBase, size: int) -> Iterator[bytes]:
 
 
 def _end_of_piece(text: bytes) -> int:
-    """Where to cut `text`, at most at its last byte: before a single blank, where tokenizers begin a word,
-    else behind a line, else between two characters."""
+    """Returns where to cut `text`, at most at its last byte: before a single blank, where tokenizers begin a
+    word; else after a line; else between two characters."""
     last = len(text) - 1
     blank = text.rfind(b" ", 1, last)
     while blank > 0:
@@ -374,4 +437,4 @@ def _end_of_piece(text: bytes) -> int:
     if line > 0:
         return line
     starts = (at for at in range(last, max(0, last - 4), -1) if text[at] & 0xC0 != 0x80)
-    return next(starts, last)  # what has no start of a character is no UTF-8
+    return next(starts, last)  # no start of a character: not UTF-8

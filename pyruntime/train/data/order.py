@@ -1,12 +1,12 @@
-"""In which order a run sees its samples: a function of seed and sample number alone.
+"""The order in which a run sees its samples: a function of seed and sample number only.
 
-A sample is a window of tokens of one source; a source has so many windows. Without weights an epoch is every
-window of every source once, in an order of its own. With weights each BLOCK samples hold so many of each
-source (`quotas`), at places drawn for that block, and a source's own samples follow each other as they would
-if it were alone: each of its epochs is all its windows once.
+A sample is a window of tokens of one source; each source has a number of windows. Without weights an epoch is
+every window of every source once, in an order of its own. With weights every BLOCK samples contain a fixed
+number from each source (`quotas`), at places drawn for that block. A source's own samples keep their order:
+each of its epochs is all its windows once.
 
-Nothing is kept: any sample is found from its number, so no rank tells another anything, meshes of every shape
-see the same samples, and a run goes on by the number of samples it has seen.
+No state is kept: every sample is computed from its number. So ranks exchange nothing, meshes of every shape
+see the same samples, and a run resumes from the number of samples it has seen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import lru_cache
 import numpy as np
 
 BLOCK = 1024
-"""Samples whose shares are exact, where sources have weights."""
+"""Samples whose shares are exact if sources have weights."""
 ROUNDS = 6
 MASK = 2**64 - 1
 
@@ -29,21 +29,22 @@ class SampleWindow:
 
     source: int
     epoch: int
-    """How often all windows were seen before, of the source where there are weights, else of all."""
+    """Times that all windows were seen before: those of the source with weights, else those of all
+    sources."""
     window: int
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleOrder:
-    """windows: of each source, at least 1. weights: their shares of the samples, any positive numbers; empty:
-    as many as their windows."""
+    """windows: of each source, at least 1. weights: shares of the sources in the samples, any positive
+    numbers; empty: in proportion to their windows."""
 
     windows: tuple[int, ...]
     seed: int
     weights: tuple[float, ...] = ()
 
     def samples(self, first: int, count: int) -> list[SampleWindow]:
-        """Samples first .. first + count - 1 of the run."""
+        """Returns samples first .. first + count - 1 of the run."""
         find = self._weighted if self.weights else self._unweighted
         return [find(number) for number in range(first, first + count)]
 
@@ -68,7 +69,7 @@ class SampleOrder:
 
 @lru_cache(maxsize=16)
 def quotas(weights: tuple[float, ...]) -> tuple[int, ...]:
-    """How many of BLOCK samples each source has: the nearest whole numbers that add up (largest
+    """Returns each source's number of samples among BLOCK: the nearest whole numbers with that sum (largest
     remainders)."""
     if BLOCK * sum(weights) == float("inf"):
         weights = tuple(weight / max(weights) for weight in weights)
@@ -82,7 +83,7 @@ def quotas(weights: tuple[float, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _of_block(shares: tuple[int, ...], seed: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """The source of each sample of a block, and how many samples of that source stand before it."""
+    """Returns the source of each sample of a block, and how many samples of that source precede it."""
     sources = generator(seed, block, 2**32).permutation(np.repeat(np.arange(len(shares)), shares))
     ranks = np.empty(BLOCK, dtype=np.int64)
     for source, share in enumerate(shares):
@@ -91,14 +92,14 @@ def _of_block(shares: tuple[int, ...], seed: int, block: int) -> tuple[np.ndarra
 
 
 def generator(seed: int, number: int, stream: int) -> np.random.Generator:
-    """Counter-based: the same for the same arguments, on every machine."""
+    """Returns a counter-based generator: the same for the same arguments, on every machine."""
     return np.random.Generator(np.random.Philox(key=[seed, number], counter=[0, 0, 0, stream]))
 
 
 def shuffled(index: int, count: int, seed: int, epoch: int, stream: int = 0) -> int:
-    """Where index `index` of 0 .. count - 1 goes in that epoch's permutation, which is never written down: a
-    Feistel network over the next power of four, walked until it is back below count (Black and Rogaway 2002,
-    "Ciphers with arbitrary finite domains")."""
+    """Returns the image of `index` of 0 .. count - 1 in that epoch's permutation, without storing it: a
+    Feistel network over the next power of four, iterated until the result is below count (Black and Rogaway
+    2002, "Ciphers with arbitrary finite domains")."""
     half = max(1, -(-(count - 1).bit_length() // 2))
     mask = (1 << half) - 1
     while True:

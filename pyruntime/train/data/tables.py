@@ -1,10 +1,10 @@
-"""Tables of text, a document a row: .parquet files, and the .arrow files that Hugging Face `datasets` keeps.
-They are read through pyarrow, a group of rows at a time (the extra `datasets` brings it)."""
+"""Reads tables of text, one document per row: .parquet files, and the .arrow files of Hugging Face
+`datasets`. Reads one group of rows at a time, with pyarrow (extra `datasets`)."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +14,18 @@ SUFFIXES = {".parquet", ".arrow"}
 
 
 def groups(path: Path) -> int:
-    """Groups of rows in a file. Raises ConfigError where it is no table, or pyarrow is missing; OSError."""
+    """Returns the number of row groups. Raises ConfigError if it is no table, or pyarrow is missing;
+    OSError."""
     with _opened(path) as table:
         return table.num_row_groups if hasattr(table, "num_row_groups") else 1
 
 
 def rows(path: Path, numbers: range, column: str) -> Iterator[tuple[int, str | None]]:
-    """Number (from 0) and text of every row of some groups; None where a row holds null. Raises ConfigError
-    where the column is not there or holds no text; OSError."""
+    """Yields number (from 0) and text of every row of some groups; the text of a null is None. Raises
+    ConfigError if the column is missing or holds no text; OSError."""
     with _opened(path) as table:
-        schema = table.schema_arrow if hasattr(table, "schema_arrow") else table.schema
-        _check_column(path, schema, column)
-        row = 0
-        if hasattr(table, "num_row_groups"):
-            row = sum(table.metadata.row_group(group).num_rows for group in range(numbers.start))
-            batches = table.iter_batches(batch_size=1024, row_groups=list(numbers), columns=[column])
-        else:
-            batches = iter(table)
+        _check_column(path, _schema(table), column)
+        row, batches = _batches(table, numbers, [column])
         for batch in batches:
             for value in batch.column(column):
                 try:
@@ -41,6 +36,37 @@ def rows(path: Path, numbers: range, column: str) -> Iterator[tuple[int, str | N
                     ) from None
                 yield row, text
                 row += 1
+
+
+def columns(path: Path) -> list[str]:
+    """Returns the names of its columns. Raises ConfigError if it is no table, or pyarrow is missing;
+    OSError."""
+    with _opened(path) as table:
+        return list(_schema(table).names)
+
+
+def objects(path: Path, numbers: range, names: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields number (from 0) and content of every row of some groups: the columns among `names` that are not
+    null. Raises ConfigError; OSError."""
+    with _opened(path) as table:
+        wanted = [name for name in _schema(table).names if name in names]
+        row, batches = _batches(table, numbers, wanted)
+        for batch in batches:
+            for content in batch.select(wanted).to_pylist():
+                yield row, {name: value for name, value in content.items() if value is not None}
+                row += 1
+
+
+def _schema(table: Any) -> Any:
+    return table.schema_arrow if hasattr(table, "schema_arrow") else table.schema
+
+
+def _batches(table: Any, numbers: range, names: list[str]) -> tuple[int, Iterator[Any]]:
+    """Returns the number of the first row, and the batches of rows."""
+    if not hasattr(table, "num_row_groups"):
+        return 0, iter(table)
+    row = sum(table.metadata.row_group(group).num_rows for group in range(numbers.start))
+    return row, table.iter_batches(batch_size=1024, row_groups=list(numbers), columns=names)
 
 
 def _check_column(path: Path, schema: Any, column: str) -> None:

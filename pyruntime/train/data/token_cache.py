@@ -1,7 +1,7 @@
-"""A folder of finished work, found again by the name of its content.
+"""Caches finished token folders, found again by a hash of their content.
 
-An entry is a folder that appears under its name only when it is whole, so runs may share a cache and may be
-killed at any time. What a killed run leaves is removed by the next that writes.
+An entry is a folder that appears under its name only when it is complete, so runs may share a cache and may
+be killed at any time. The next run that writes removes what a killed run left.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARTIAL = ".partial"
 
 
 def default_folder() -> Path:
-    """pyruntime/tokens in the user's cache folder (XDG). Raises ConfigError where the user has none."""
+    """Returns pyruntime/tokens in the user's cache folder (XDG). Raises ConfigError if the user has none."""
     try:
         return user_folder() / "tokens"
     except RuntimeError:
@@ -30,8 +30,8 @@ def default_folder() -> Path:
 
 
 def entry(cache: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """The folder `name` (32 hexadecimal digits) of `cache`; where there is none yet, `write` fills it. Runs
-    that want the same at the same time each write their own, and the first one stays. Raises OSError."""
+    """Returns the folder `name` (32 hexadecimal digits) of `cache`; if it is missing, `write` fills it. Runs
+    that need it at the same time each write their own, and the first one stays. Raises OSError."""
     final = cache / name
     if final.is_dir():
         return final
@@ -51,13 +51,13 @@ def entry(cache: Path, name: str, write: Callable[[Path], None]) -> Path:
 
 @contextlib.contextmanager
 def _partial(cache: Path, name: str) -> Iterator[Path]:
-    """A new folder that is locked while it is in use: the lock ends with the process, however that ends."""
+    """Makes a new folder that is locked while in use; the lock ends with the process, however that ends."""
     _remove_left_behind(cache)
     unique = f"{name}.{uuid.uuid4().hex}"
     unseen, path = cache / f"{unique}.new", cache / f"{unique}{PARTIAL}"
     unseen.mkdir()
     with contextlib.ExitStack() as held:
-        _try_lock(unseen, held)  # before others can see it: what they can lock they remove
+        _try_lock(unseen, held)  # before others see it, since they remove what they can lock
         unseen.rename(path)
         try:
             yield path
@@ -68,14 +68,14 @@ def _partial(cache: Path, name: str) -> Iterator[Path]:
 def _remove_left_behind(cache: Path) -> None:
     for path in cache.glob(f"*{PARTIAL}"):
         if not re.fullmatch(rf"[0-9a-f]{{32}}\.[0-9a-f]{{32}}\{PARTIAL}", path.name):
-            continue  # a user's own
+            continue  # a file of the user
         with contextlib.ExitStack() as held:
             if _try_lock(path, held):
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def _try_lock(folder: Path, held: contextlib.ExitStack) -> bool:
-    """False where another process has it, the folder is gone, or its file system has no locks."""
+    """Returns False if another process has the lock, the folder is gone, or its file system has no locks."""
     try:
         disk.lock(folder, held)
     except (disk.InUse, OSError):

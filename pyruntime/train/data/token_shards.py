@@ -1,4 +1,4 @@
-"""A shard: the tokens of some documents in one file, and where each document ends.
+"""Reads and writes shards: the tokens of some documents in one file, and where each document ends.
 
     offset              what                                                        type
     0                   "PYRTOKEN"                                                  8 bytes
@@ -12,13 +12,17 @@
     128 + T, up to 8    index, column by column                                     C x R int64
     behind it           BLAKE2b of each 64 KiB of tokens                            8 bytes each
 
-All little-endian. Of a shard that is trained on the columns are `ENDS`: one row for each document, with the
-tokens and the bytes of text of all documents up to its end, separators included.
+All little-endian. In a shard for training the columns are `ENDS`: one row for each document, with the tokens
+and the bytes of text of all documents up to its end, separators included.
 
-A shard appears under its name when it is whole and on the disk. Opening one reads its header, its index and
-`SAMPLED` blocks of tokens, the first and the last among them, and compares them with their digests: a shard
-that was cut off, another file, and a damaged index are always seen, damaged tokens where they lie in those
-blocks.
+In a shard of conversations there is a third column, their targets: the tokens that are learned. Each stored
+integer is then twice the token, plus 1 if it is a target, so that the mask is where the token is and is
+copied, cut and checked with it. A conversation without a target has a row and no tokens. The first token of
+a conversation is never a target. All tokens of text are targets, and it is stored without this.
+
+A shard appears under its name when it is complete and on the disk. Opening one reads its header, its index
+and `SAMPLED` blocks of tokens, with the first and the last, and compares them with their digests. That always
+finds a shard that was cut off, another file, and a damaged index; damaged tokens only in those blocks.
 `TokenShard.check` reads all of it.
 """
 
@@ -40,7 +44,7 @@ from pyruntime.train import disk
 MAGIC, VERSION = b"PYRTOKEN", 2
 HEADER = struct.Struct("<8sIIQQQ32s32s")
 HEADER_BYTES = 128
-ENDS = ("tokens", "bytes")
+ENDS = ("tokens", "bytes", "targets")
 READ_BYTES = 2**20
 BLOCK_BYTES = 2**16
 BLOCK_DIGEST = 8
@@ -50,16 +54,16 @@ PARTIAL = ".partial"
 
 
 class DamagedShard(ValueError):
-    """Says in a sentence's end what is wrong with a file."""
+    """A damaged file; the message ends a sentence."""
 
 
 def mark_of(fingerprint: bytes) -> bytes:
-    """What a shard keeps of a tokenizer's fingerprint, 32 bytes."""
+    """Returns the 32 bytes that a shard stores of a tokenizer's fingerprint."""
     return hashlib.blake2b(fingerprint, digest_size=32).digest()
 
 
 def dtype_of(vocab_size: int) -> np.dtype:
-    """The smallest type that holds every token: uint8, uint16 or uint32."""
+    """Returns the smallest type that holds every token: uint8, uint16 or uint32."""
     return np.min_scalar_type(vocab_size - 1)
 
 
@@ -68,7 +72,7 @@ class ShardWriter:
 
     def __init__(self, path: Path, dtype: np.dtype, fingerprint: bytes):
         self._path, self._dtype, self._mark = path, dtype, mark_of(fingerprint)
-        # A name of its own: another process may still write what it was asked for before it was orphaned.
+        # A unique name: an orphaned process may still be writing the same shard.
         self._partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
         self._file: BinaryIO = open(self._partial, "wb")  # noqa: SIM115 - closed by publish or discard
         self._file.write(bytes(HEADER_BYTES))
@@ -76,7 +80,7 @@ class ShardWriter:
         self._blocks: list[bytes] = []
         self._block = bytearray()
         self.tokens = 0
-        """Written so far."""
+        """Tokens written so far."""
 
     def write(self, ids: np.ndarray) -> None:
         """Appends tokens [n]."""
@@ -90,7 +94,7 @@ class ShardWriter:
             del self._block[:BLOCK_BYTES]
 
     def publish(self, index: Sequence[np.ndarray]) -> None:
-        """Writes the index, columns [R] of int64, and gives the file its name."""
+        """Writes the index, columns [R] of int64, and renames the file to its final name."""
         padding = bytes(-self.tokens * self._dtype.itemsize % 8)
         if self._block:
             self._blocks.append(_digest_of(bytes(self._block), BLOCK_DIGEST))
@@ -117,7 +121,7 @@ class ShardWriter:
         disk.flush(self._path.parent)
 
     def discard(self) -> None:
-        """Removes what was written, unless it has its name."""
+        """Removes the partial file, unless it was published."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
 
@@ -142,13 +146,18 @@ class TokenShard:
     index: np.ndarray
     """[C, R] int64, read-only."""
     mark: bytes
-    """Of the tokenizer; see `mark_of`."""
+    """Mark of the tokenizer; see `mark_of`."""
     digest: bytes
-    """Of tokens, index and blocks."""
+    """Digest of tokens, index and blocks."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether a shard for training is of conversations."""
+        return len(self.index) == len(ENDS)
 
     @classmethod
     def open(cls, path: Path) -> TokenShard:
-        """Raises DamagedShard where the file is no shard, or not all of one."""
+        """Maps a shard. Raises DamagedShard if the file is no shard, or not a complete one."""
         try:
             with open(path, "rb") as file:
                 head = file.read(HEADER_BYTES)
@@ -179,7 +188,7 @@ class TokenShard:
         )
 
     def check(self) -> None:
-        """Reads all of it. Raises DamagedShard where it is not what was written."""
+        """Reads the whole shard. Raises DamagedShard if it is not what was written."""
         digest = hashlib.blake2b(digest_size=32)
         with open(self.path, "rb") as file:
             file.seek(HEADER_BYTES)
@@ -190,7 +199,7 @@ class TokenShard:
 
 
 def _check_parts(path: Path, tail_digest: bytes, begin: int, token_bytes: int, blocks: int) -> None:
-    """Raises DamagedShard where the index, a block's digest, or a sampled block is not what was written."""
+    """Raises DamagedShard if the index, a block's digest, or a sampled block is not what was written."""
     with open(path, "rb") as file:
         file.seek(begin)
         found = hashlib.blake2b(digest_size=BLOCK_DIGEST)
@@ -209,6 +218,6 @@ def _check_parts(path: Path, tail_digest: bytes, begin: int, token_bytes: int, b
 
 
 def _mapped(path: Path, dtype: np.dtype, offset: int, shape: tuple[int, ...]) -> np.ndarray:
-    if 0 in shape:  # which numpy cannot map
+    if 0 in shape:  # numpy cannot map an empty array
         return np.empty(shape, dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)

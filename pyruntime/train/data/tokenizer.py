@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes, or a Hugging Face tokenizer."""
+"""Converts text to tokens and back: as bytes, or with a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,10 +17,10 @@ from pyruntime.train.errors import ConfigError, refusing
 
 FILE_NAME = "tokenizer.json"
 FACTS_FILE = "corpus.json"
-"""In a folder of tokens (`tokenizing`)."""
+"""File in a folder of tokens (`tokenizing`)."""
 CONFIG_NAME = "tokenizer_config.json"  # what transformers' AutoTokenizer reads beside it
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""Where CONFIG_NAME states no eos_token."""
+"""Names to try if CONFIG_NAME sets no eos_token."""
 WHAT_IT_MAY_BE = (
     'give "bytes", the path of a tokenizer.json, or a folder, such as '
     "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) of transformers writes."
@@ -28,34 +28,38 @@ WHAT_IT_MAY_BE = (
 
 
 class Tokenizer(Protocol):
-    """What training, validation and sampling need of a tokenizer."""
+    """The interface that training, validation and sampling need."""
 
     vocab_size: int
     """Number of tokens; ids are below it."""
     separator: int | None
-    """Token put behind every document; None where the tokenizer has none."""
+    """Token after every document; None if the tokenizer has none."""
     begin: tuple[int, ...]
-    """Tokens put in front of every document."""
+    """Tokens before every document."""
     fingerprint: bytes
-    """What it makes of a text, by its content: two with the same make the same."""
+    """Hash of the tokenizer: two with the same fingerprint make the same tokens of a text."""
 
     def encode(self, document: bytes) -> np.ndarray:
-        """Token ids [n] of a document, without what is put around it."""
+        """Returns the token ids [n] of a document, without `begin` and `separator`."""
 
     def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Those of each of several documents, on all cores."""
+        """Returns the token ids of each document, computed on all cores."""
+
+    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the token ids [n] of each text, and the characters of the text that each token is of, begin
+        and end, int64 [n, 2]."""
 
     def decode(self, ids: list[int]) -> str:
-        """Text of token ids."""
+        """Returns the text of token ids."""
 
     def save(self, folder: Path) -> None:
-        """Writes into a checkpoint's folder what `load_beside` needs."""
+        """Writes the files that `load_beside` needs into a checkpoint's folder."""
 
 
 class ByteTokenizer:
-    """One token a byte. Byte 0, which no text holds, ends a document, so the vocabulary is 256.
+    """One token per byte. Byte 0, which no text holds, ends a document, so the vocabulary is 256.
 
-    A model may have a larger vocabulary; its other tokens stand for nothing.
+    A model may have a larger vocabulary; its other tokens decode to nothing.
     """
 
     vocab_size = 256
@@ -69,19 +73,26 @@ class ByteTokenizer:
     def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         return [self.encode(document) for document in documents]
 
+    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        found = []
+        for text in texts:
+            begin = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
+            found.append((self.encode(text.encode()), np.stack([begin, begin + 1], axis=1)))
+        return found
+
     def decode(self, ids: list[int]) -> str:
         return bytes(token for token in ids if token < self.vocab_size).decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> None:
-        """Bytes need no file: a checkpoint without tokenizer.json is read as bytes."""
+        """Writes nothing: a checkpoint without tokenizer.json is read as bytes."""
 
 
 class JsonTokenizer:
-    """A tokenizer.json, through the `tokenizers` package: that file, or a folder that holds it, or of which
-    `transformers` makes one. Bytes that are not UTF-8 become the text `\\xNN`.
+    """A tokenizer.json, run by the `tokenizers` package. `path` is that file, a folder that holds it, or a
+    folder from which `transformers` makes one. Bytes that are not UTF-8 become the text `\\xNN`.
 
     A document ends with the eos_token of the tokenizer_config.json beside it, else with a usual name of such
-    a token, and begins with what the tokenizer itself puts in front of a text (`<|begin_of_text|>`, `<bos>`).
+    a token. It begins with what the tokenizer itself puts before a text (`<|begin_of_text|>`, `<bos>`).
     """
 
     def __init__(self, path: Path):
@@ -91,7 +102,7 @@ class JsonTokenizer:
         try:
             content = path.read_bytes() if folder != path else _content(folder)
             self._engine = Engine.from_buffer(content)
-            self._engine.no_truncation()  # those are of a model's input, not of a text to learn from
+            self._engine.no_truncation()  # both are for a model's input, not for a text to learn from
             self._engine.no_padding()
             self.vocabulary: dict[str, int] = self._engine.get_vocab()
             around = self._engine.encode("", add_special_tokens=True).ids
@@ -107,6 +118,9 @@ class JsonTokenizer:
         if not self.vocabulary:
             raise ConfigError(f"{path} holds a tokenizer without any token.")
         self._path, self._content, self._config = path, content, folder / CONFIG_NAME
+        self.folder = folder
+        added = self._engine.get_added_tokens_decoder().values()
+        self.special_tokens = tuple(token.content for token in added if token.special)
         self.vocab_size = max(self.vocabulary.values()) + 1  # ids may have gaps
         found = [self._engine.token_to_id(name) for name in END_OF_DOCUMENT_NAMES]
         usual = next((token for token in found if token is not None), None)
@@ -114,26 +128,26 @@ class JsonTokenizer:
         behind = around.index(self.separator) if self.separator in around else len(around)
         self.begin = tuple(around[:behind])
         if max(self.begin, default=0) >= self.vocab_size:
-            raise ConfigError(f"{path} puts a token in front of a text that it does not have.")
+            raise ConfigError(f"{path} begins a text with token {max(self.begin)}, which it does not have.")
         is_usual = self.separator == usual and not self.begin
         around_it = b"" if is_usual else f"{self.begin} {self.separator}".encode()
         self.fingerprint = hashlib.sha256(content + around_it).digest()
 
     def _stated_end(self, usual: int | None) -> int | None:
-        """The token that tokenizer_config.json calls eos_token; `usual` where it names none."""
+        """Returns the token that tokenizer_config.json calls eos_token; `usual` if it names none."""
         try:
             stated = json.loads(self._config.read_bytes()).get("eos_token")
         except FileNotFoundError:
             return usual
         except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"{self._config} is damaged: it holds no object of JSON.") from error
+            raise ConfigError(f"{self._config} is damaged: it holds no JSON object.") from error
         name = stated.get("content") if isinstance(stated, dict) else stated
         if name is None:
             return usual
         if not isinstance(name, str) or name not in self.vocabulary:
             raise ConfigError(
-                f"{self._config} says that a text ends with {short_repr(name)}, which is no token of "
-                f"{self._path}; correct its eos_token."
+                f"{self._config} ends a text with {short_repr(name)}, which is no token of {self._path}; "
+                "correct its eos_token."
             )
         return self.vocabulary[name]
 
@@ -142,11 +156,20 @@ class JsonTokenizer:
 
     def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         texts = [document.decode("utf-8", errors="backslashreplace") for document in documents]
+        encoded = self._encoded(self._engine.encode_batch_fast, texts)
+        return [np.asarray(each.ids, dtype=np.uint32) for each in encoded]
+
+    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [
+            (np.asarray(each.ids, dtype=np.uint32), np.asarray(each.offsets, dtype=np.int64).reshape(-1, 2))
+            for each in self._encoded(self._engine.encode_batch, texts)
+        ]
+
+    def _encoded(self, encode: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
         try:
-            encoded = self._engine.encode_batch_fast(texts, add_special_tokens=False)
+            return encode(texts, add_special_tokens=False)
         except Exception as error:  # bare, as above
             raise ConfigError(f"{self._path} cannot tokenize the text: {error}.") from error
-        return [np.asarray(each.ids, dtype=np.uint32) for each in encoded]
 
     def decode(self, ids: list[int]) -> str:
         return self._engine.decode(ids, skip_special_tokens=False)
@@ -165,8 +188,8 @@ class JsonTokenizer:
 
 
 def _content(folder: Path) -> bytes:
-    """The tokenizer.json of a folder, or what transformers makes of a tokenizer in another form
-    (tokenizer.model, vocab.json and merges.txt, ..). Raises ConfigError where it makes none."""
+    """Returns the tokenizer.json of a folder, or the one that transformers makes from another form
+    (tokenizer.model, vocab.json and merges.txt, ..). Raises ConfigError if it makes none."""
     path = folder / FILE_NAME
     if path.is_file():
         return path.read_bytes()
@@ -177,39 +200,39 @@ def _content(folder: Path) -> bytes:
         raise ConfigError(f"{lacks} transformers, which makes one, is not installed; install it.") from error
     try:
         found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # of many kinds, as packages differ that read these forms
+    except Exception as error:  # each of the packages behind it raises its own kinds
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         why = lines[-1].rstrip(".") if lines else type(error).__name__
-        raise ConfigError(f"{lacks} transformers makes none of what is there: {why}.") from error
+        raise ConfigError(f"{lacks} transformers cannot make one from its files: {why}.") from error
     engine = getattr(found, "backend_tokenizer", None)
     if engine is None:
         raise ConfigError(
-            f"{lacks} {type(found).__name__} of transformers, which is Python alone, cannot become one; use "
+            f"{lacks} {type(found).__name__} of transformers, which is pure Python, cannot become one; use "
             "another tokenizer."
         )
     return str(engine.to_str()).encode()
 
 
 def prompt_ids(tokenizer: Tokenizer, text: bytes) -> list[int]:
-    """Tokens of a text that is to be continued, as a document begins; of an empty one the token that parts
-    documents, if there is one."""
+    """Returns the tokens of a text to continue, as a document begins; for an empty text the separator, if
+    there is one."""
     ids = [*tokenizer.begin, *tokenizer.encode(text).tolist()]
     return ids or ([] if tokenizer.separator is None else [tokenizer.separator])
 
 
 def check_named(key: str, name: str) -> None:
-    """Raises ConfigError where `name`, the option `key`, is neither "bytes" nor something that is there."""
+    """Raises ConfigError if `name`, the option `key`, is neither "bytes" nor an existing file or folder."""
     if name != "bytes" and not os.path.isfile(name) and not os.path.isdir(name):
         raise ConfigError(f"{key}: {name} is no file and no folder; {WHAT_IT_MAY_BE}")
 
 
 def open_tokenizer(name: str, init_from: str = "", paths: Sequence[str] = ()) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`: "bytes", the path of a tokenizer.json or of a folder with a
-    tokenizer, or where it is empty that of the checkpoint `init_from`, of the first folder of tokens among
+    """Returns the tokenizer of `data.tokenizer`: "bytes", or the path of a tokenizer.json or of a folder with
+    a tokenizer. If it is empty: that of the checkpoint `init_from`, of the first folder of tokens among
     `paths`, or bytes.
 
-    Raises ConfigError where a file is damaged, the named vocabulary is not the checkpoint's, or nothing says
-    what the checkpoint reads.
+    Raises ConfigError if a file is damaged, the named vocabulary is not the checkpoint's, or the checkpoint's
+    tokenizer is unknown.
     """
     beside = Path(init_from, FILE_NAME)
     own = JsonTokenizer(beside) if init_from and beside.is_file() else None
@@ -228,13 +251,13 @@ def open_tokenizer(name: str, init_from: str = "", paths: Sequence[str] = ()) ->
 
 
 def _name_beside(folder: Path) -> str:
-    """What made a folder of tokens."""
+    """Names the tokenizer of a folder of tokens."""
     path = folder / FILE_NAME
     return str(path) if path.is_file() else "bytes"
 
 
 def _of_bytes(init_from: str) -> ByteTokenizer:
-    """Bytes, unless a checkpoint without a tokenizer seems to read something else."""
+    """Returns bytes, unless a checkpoint without tokenizer has another vocabulary."""
     if init_from:
         from pyruntime.llama.hf import read_config
 
@@ -243,15 +266,15 @@ def _of_bytes(init_from: str) -> ByteTokenizer:
         if vocabulary != ByteTokenizer.vocab_size:
             raise ConfigError(
                 f"model.init_from: {init_from} holds no {FILE_NAME}, and its vocabulary of {vocabulary} "
-                f"tokens is not that of bytes; copy the model's {FILE_NAME} there, or name what it reads in "
+                f"tokens is not that of bytes; copy the model's {FILE_NAME} there, or name its tokenizer in "
                 "data.tokenizer."
             )
     return ByteTokenizer()
 
 
 def load_beside(checkpoint: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a checkpoint: its tokenizer.json, or bytes where there is none and the vocabulary
-    holds at least 256 tokens."""
+    """Returns the tokenizer of a checkpoint: its tokenizer.json, or bytes if there is none and the vocabulary
+    has at least 256 tokens."""
     path = checkpoint / FILE_NAME
     if path.is_file():
         return JsonTokenizer(path)

@@ -1,14 +1,14 @@
-"""Files of text become shards, in parallel, and in memory that does not grow with them.
+"""Tokenizes files into shards, in parallel, in memory that does not grow with them.
 
-A folder of tokens holds tokens-00000.bin, tokens-00001.bin, .. (`shards`), the tokenizer, and corpus.json,
-which is written last: without it the folder is not finished.
+A folder of tokens holds tokens-00000.bin, tokens-00001.bin, .. (`token_shards`), the tokenizer, and
+corpus.json, which is written last: without it the folder is not finished.
 
-1. Each unit of work becomes a run: the tokens of its documents as they come, and an index of where each is.
-2. Documents are dealt out to shards by a hash of their text, and each shard is written from all runs, in the
-   order of that hash. So the order is random, the same on every machine and with any number of processes, and
-   copies of a document lie side by side.
+1. Each unit of work becomes a run: the tokens of its documents in file order, and an index of where each is.
+2. A hash of its text assigns each document to a shard, and each shard is written from all runs, in the order
+   of that hash. So the order is random, the same on every machine and with any number of processes, and
+   copies of a document are adjacent.
 
-Whole runs and shards of an interrupted call are taken up by the next, if it asks for the same.
+A later call with the same input reuses complete runs and shards of an interrupted one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,19 @@ from pathlib import Path
 
 import numpy as np
 
+from pyruntime.choices import LearnedTurns
 from pyruntime.train import disk
-from pyruntime.train.data.documents import Document, SourceFile, Unit, check_unchanged, documents, units
+from pyruntime.train.data.chat_template import BadConversation
+from pyruntime.train.data.conversations import ChatEncoder, chat_encoder
+from pyruntime.train.data.documents import (
+    Document,
+    SourceFile,
+    Unit,
+    check_unchanged,
+    documents,
+    place_of,
+    units,
+)
 from pyruntime.train.data.token_shards import PARTIAL, DamagedShard, ShardWriter, TokenShard, dtype_of
 from pyruntime.train.data.tokenizer import CONFIG_NAME, FACTS_FILE, FILE_NAME, Tokenizer
 from pyruntime.train.data.workers import Workers
@@ -34,21 +45,22 @@ from pyruntime.train.disk import LOCK
 from pyruntime.train.errors import ConfigError
 
 FORMAT = 4
-"""Of a folder, in FACTS_FILE; another one is another name in the cache."""
+"""Format of a folder, in FACTS_FILE; it is part of the name in the cache."""
 RUNS_FOLDER, PLAN_FILE = "runs", "plan"
 NEW_FACTS = FACTS_FILE + ".partial"
 OUR_SHARD = re.compile(rf"tokens-[0-9]{{5,}}\.bin(\.[0-9a-f]{{32}}{re.escape(PARTIAL)})?")
 """The name of a shard, or of one that is being written."""
 OUR_RUN = re.compile(rf"[0-9]{{6,}}\.run(\.[0-9a-f]{{32}}{re.escape(PARTIAL)})?")
 BATCH_BYTES = 2**22
-"""Text that the tokenizer is given at a time, in pieces. It takes about a hundred times as much memory."""
+"""Bytes of text that the tokenizer gets at a time, in pieces. It takes about a hundred times as much
+memory."""
 SMALL_BYTES = 2**23
-"""Text that this process tokenizes by itself, on the threads of the tokenizer's library: starting others
-would take longer."""
+"""Bytes of text up to which this process tokenizes, on the threads of the tokenizer's library: starting
+processes would take longer."""
 SHARD_TOKENS = 2**27
-"""Tokens of a shard, about."""
+"""Approximate tokens of a shard."""
 CONTINUES = 2**62
-"""Added to the place of a part that is not its document's last."""
+"""Added to the place of a part that is not the last of its document."""
 OPEN_RUNS = 128
 """Files that are kept open while a shard is written."""
 BLOCK_TOKENS = 2**18
@@ -56,34 +68,54 @@ BLOCK_TOKENS = 2**18
 
 @dataclasses.dataclass(frozen=True)
 class CorpusFacts:
-    """What corpus.json says of a folder of tokens."""
+    """The content of corpus.json in a folder of tokens."""
 
     name: str
-    """A hash of all text and of the tokenizer."""
+    """Hash of all text and of the tokenizer."""
     fingerprint: str
-    """Of the tokenizer, hexadecimal."""
+    """Fingerprint of the tokenizer, hexadecimal."""
     vocab_size: int
     tokens: int
     documents: int
     bytes: int
-    """Of text, separators included."""
+    """Bytes of text, separators included."""
     files: int
     skipped: int
-    """Files of folders that were left out because they hold a zero byte."""
+    """Files of folders left out because they hold a zero byte."""
     shards: tuple[int, ...]
-    """Tokens of each."""
+    """Tokens of each shard."""
     format: int = FORMAT
+    targets: int | None = None
+    """Tokens of conversations that are learned; None for text, all of whose tokens are."""
+    empty: int | None = None
+    """Conversations that were left out because they have no turn to learn."""
 
 
 def shard_name(number: int) -> str:
     return f"tokens-{number:05d}.bin"
 
 
-def name_of(sources: Iterable[SourceFile], tokenizer: Tokenizer, field: str) -> str:
-    """The same for the same text, wherever it lies, and the same tokenizer; 32 hexadecimal digits."""
+TextEncoder = Tokenizer | ChatEncoder
+"""What makes the tokens of text, or of conversations."""
+
+
+def encoder_of(
+    sources: Sequence[SourceFile], tokenizer: Tokenizer, template: str, learned: LearnedTurns
+) -> TextEncoder:
+    """Returns what makes the tokens of these files. template: file of a chat template; empty: that of the
+    tokenizer's folder. Raises ConfigError if conversations have no template."""
+    is_chat = any(source.is_chat for source in sources)
+    return chat_encoder(tokenizer, template, learned) if is_chat else tokenizer
+
+
+def name_of(sources: Iterable[SourceFile], tokenizer: TextEncoder, field: str) -> str:
+    """Returns 32 hexadecimal digits, the same for the same text, tokenizer and chat template, wherever the
+    files are."""
     content = hashlib.blake2b(bytes([FORMAT]) + tokenizer.fingerprint, digest_size=16)
     sources = list(sources)
-    if any(source.kind for source in sources):
+    if isinstance(tokenizer, ChatEncoder):
+        content.update(tokenizer.recipe)
+    elif any(source.kind for source in sources):
         content.update(field.encode())
     for digest in sorted(bytes([source.kind]) + source.digest for source in sources):
         content.update(digest)
@@ -92,16 +124,16 @@ def name_of(sources: Iterable[SourceFile], tokenizer: Tokenizer, field: str) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A run to write, or a shard."""
+    """A run or a shard to write."""
 
     number: int
     shards: int = 0
-    """How many there are to be, once all runs are there; 0: this is a run."""
+    """Number of shards, once all runs are written; 0: the task is a run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """What is in a run or shard."""
+    """Number of tokens in a finished run or shard."""
 
     task: Task
     tokens: int
@@ -109,12 +141,12 @@ class Done:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What the processes share; each calls it with the tasks it is given."""
+    """The state that the processes share; each calls it with its tasks."""
 
     sources: tuple[SourceFile, ...]
     units: tuple[Unit, ...]
     field: str
-    tokenizer: Tokenizer
+    tokenizer: TextEncoder
     folder: Path
 
     def __call__(self, task: Task) -> Done:
@@ -129,15 +161,15 @@ class Work:
         return self.folder / shard_name(number)
 
     def _write_run(self, number: int) -> int:
-        """Returns its tokens. Columns of its index, a row for each document or part: hash, source, place,
-        first token, tokens, bytes; by hash."""
+        """Returns its tokens. The index has a row for each document or part, sorted by hash, and the columns
+        hash, source, place, first token, tokens, bytes; and of a conversation targets."""
         rows: list[tuple[int, ...]] = []
         separator = [] if self.tokenizer.separator is None else [self.tokenizer.separator]
         begin = np.asarray(self.tokenizer.begin, dtype=np.uint32)
         with self._writer(self.run(number)) as out:
             found = documents(self.sources, self.units[number], self.field)
             first, size = 0, 0
-            for document, is_last, ids, length in _encoded(found, self.tokenizer):
+            for document, is_last, ids, length in self._encoded(found):
                 if document.is_begin and first == out.tokens and len(begin):
                     out.write(begin)
                 out.write(ids)
@@ -151,9 +183,10 @@ class Work:
                 else:
                     place += CONTINUES
                 digest = int.from_bytes(document.digest[:8], "big") >> 1  # below 2**63
-                rows.append((digest, document.source, place, first, out.tokens - first, size))
+                targets = (int((ids & 1).sum()),) if self.is_chat else ()
+                rows.append((digest, document.source, place, first, out.tokens - first, size, *targets))
                 first, size = out.tokens, 0
-            index = np.array(rows, dtype=np.int64).reshape(-1, 6)
+            index = np.array(rows, dtype=np.int64).reshape(-1, 6 + self.is_chat)
             out.publish(list(index[np.argsort(index[:, 0], kind="stable")].T))
             return out.tokens
 
@@ -165,7 +198,7 @@ class Work:
             begin = np.searchsorted(index[0], np.int64(low))
             end = index.shape[1] if high == 2**63 else np.searchsorted(index[0], np.int64(high))
             parts.append(np.vstack([np.full((1, end - begin), run), index[:, begin:end]]))
-        runs, digest, source, place, first, tokens, size = np.hstack(parts)
+        runs, digest, source, place, first, tokens, *counts = np.hstack(parts)
         order = np.lexsort((place % CONTINUES, source, digest))
         with self._writer(self.shard(task.number)) as out:
             opened: dict[int, np.ndarray] = {}
@@ -179,22 +212,34 @@ class Work:
                 for at in range(int(first[row]), behind, BLOCK_TOKENS):
                     out.write(opened[run][at : min(behind, at + BLOCK_TOKENS)])
             is_end = place[order] < CONTINUES
-            ends = np.cumsum(tokens[order])[is_end], np.cumsum(size[order])[is_end]
-            out.publish(ends)
+            out.publish([np.cumsum(each[order])[is_end] for each in (tokens, *counts)])
             return out.tokens
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether the documents are conversations."""
+        return isinstance(self.tokenizer, ChatEncoder)
+
     def _writer(self, path: Path) -> ShardWriter:
-        return ShardWriter(path, dtype_of(self.tokenizer.vocab_size), self.tokenizer.fingerprint)
+        values = self.tokenizer.vocab_size << self.is_chat
+        return ShardWriter(path, dtype_of(values), self.tokenizer.fingerprint)
 
-
-def _encoded(
-    found: Iterable[Document], tokenizer: Tokenizer
-) -> Iterator[tuple[Document, bool, np.ndarray, int]]:
-    """(document, whether it is its last, ids, bytes) of every piece, in order."""
-    for batch in _batches(found):
-        ids = tokenizer.encode_batch([piece for *_, piece in batch])
-        for (document, is_last, piece), each in zip(batch, ids, strict=True):
-            yield document, is_last, each, len(piece)
+    def _encoded(self, found: Iterable[Document]) -> Iterator[tuple[Document, bool, np.ndarray, int]]:
+        """Yields (document, whether it is its last, what a shard stores, bytes) for every piece, in order."""
+        for batch in _batches(found):
+            pieces = [piece for *_, piece in batch]
+            if isinstance(self.tokenizer, ChatEncoder):
+                try:
+                    encoded = self.tokenizer.encode(pieces)
+                except BadConversation as error:
+                    document = batch[error.index][0]
+                    where = place_of(self.sources[document.source], document.place)
+                    raise ConfigError(f"{where}: {error}.") from None
+            else:
+                sizes = [len(piece) for piece in pieces]
+                encoded = list(zip(self.tokenizer.encode_batch(pieces), sizes, strict=True))
+            for (document, is_last, _), (ids, size) in zip(batch, encoded, strict=True):
+                yield document, is_last, ids, size
 
 
 def _batches(found: Iterable[Document]) -> Iterator[list[tuple[Document, bool, bytes]]]:
@@ -217,26 +262,26 @@ def _batches(found: Iterable[Document]) -> Iterator[list[tuple[Document, bool, b
 
 
 Report = Callable[[int, int], None]
-"""Told of bytes of files that have become tokens, and how many those are, both since it was last told."""
+"""Called with the bytes of files tokenized since the last call, and their tokens."""
 
 
 def write(
     folder: Path,
     sources: Sequence[SourceFile],
     skipped: int,
-    tokenizer: Tokenizer,
+    tokenizer: TextEncoder,
     field: str,
     *,
     workers: int = 0,
     report: Report = lambda size, tokens: None,
 ) -> CorpusFacts:
-    """Makes `folder` the tokens of all `sources`, going on where an interrupted call has ended.
+    """Fills `folder` with the tokens of all `sources`, continuing where an interrupted call ended.
 
-    field: of objects and tables, the key of the text. workers: processes; 0: as many as there are cores, and
-    none where the text is short. skipped: files that were left out, for corpus.json.
+    field: key of the text in objects, or its column in tables. workers: processes; 0: one per core, and none
+    if the text is short. skipped: files that were left out, for corpus.json.
 
-    Raises ConfigError where text cannot be read, there is none, or it changes meanwhile; OSError where the
-    folder cannot be written. What is whole by then stays and is taken up by the next call.
+    Raises ConfigError if text cannot be read, is missing, or changes meanwhile; OSError if the folder cannot
+    be written. Complete runs and shards stay for the next call.
     """
     plan, name = tuple(units(sources)), name_of(sources, tokenizer, field)
     work = Work(tuple(sources), plan, field, tokenizer, folder)
@@ -253,7 +298,8 @@ def write(
             tokens = _finish(pool, runs, [work.run(task.number) for task in runs], ran)
             if not tokens:
                 names = ", ".join(str(source.path) for source in sources[:3])
-                raise ConfigError(f"data.paths: no line of {names} holds text.")
+                lacks = "has a turn to learn" if work.is_chat else "holds text"
+                raise ConfigError(f"data.paths: no line of {names} {lacks}.")
             number = -(-tokens // SHARD_TOKENS)
             shards = [Task(each, number) for each in range(number)]
             _finish(pool, shards, [work.shard(task.number) for task in shards])
@@ -266,26 +312,27 @@ def write(
     tokenizer.save(folder)
     facts = _facts(name, work, number, tokenizer, skipped)
     partial = folder / NEW_FACTS
-    partial.write_text(json.dumps(dataclasses.asdict(facts), indent=2) + "\n", encoding="utf-8")
+    content = {key: value for key, value in dataclasses.asdict(facts).items() if value is not None}
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     disk.flush(partial)
     partial.replace(folder / FACTS_FILE)
     disk.flush(folder)
     shutil.rmtree(folder / RUNS_FOLDER)
     for path in _shards(folder):
-        if path.name.endswith(PARTIAL):  # of a call that was killed
+        if path.name.endswith(PARTIAL):  # left by a killed call
             path.unlink()
     return facts
 
 
 def _digest_of_plan(name: str, sources: Sequence[SourceFile], plan: Sequence[Unit]) -> str:
-    """Of all that decides what is in each run."""
+    """Hashes everything that decides the content of each run."""
     order = b"".join(source.digest for source in sources)
     return hashlib.blake2b(f"{name} {plan}".encode() + order, digest_size=16).hexdigest()
 
 
 def _prepare(folder: Path, plan: str) -> None:
-    """Leaves in the folder what was written for the same plan, and nothing of another. The file of the plan
-    is there before anything else is, and stays while it is removed: it says that the rest is ours."""
+    """Removes all runs and shards of another plan from the folder. The plan's file is written first and
+    removed last: it marks the other files as ours."""
     runs = folder / RUNS_FOLDER
     there = runs / PLAN_FILE
     if there.is_file():
@@ -309,11 +356,11 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether all that is in a folder is what an interrupted call has left, or nothing."""
+    """Whether a folder holds nothing except what an interrupted call left."""
     runs = folder / RUNS_FOLDER
     names = {path.name for path in folder.iterdir()}
     in_runs = {path.name for path in runs.iterdir()} if runs.is_dir() else set()
-    if PLAN_FILE not in in_runs:  # it was ended before there was one
+    if PLAN_FILE not in in_runs:  # the call ended before it wrote one
         return names <= {RUNS_FOLDER, LOCK} and in_runs <= {PLAN_FILE + PARTIAL}
     plan = (runs / PLAN_FILE).read_bytes()
     known = {RUNS_FOLDER, LOCK, FILE_NAME, CONFIG_NAME, NEW_FACTS}
@@ -330,7 +377,7 @@ def _finish(
     paths: Sequence[Path],
     report: Callable[[Done], None] = lambda done: None,
 ) -> int:
-    """Does the tasks whose files are not whole yet; `report` is told of each. Returns the tokens of all."""
+    """Does the tasks without a complete file; `report` is called for all. Returns the tokens of all."""
     tokens, left = 0, []
     for task, path in zip(tasks, paths, strict=True):
         try:
@@ -347,7 +394,7 @@ def _finish(
     return tokens
 
 
-def _facts(name: str, work: Work, shards: int, tokenizer: Tokenizer, skipped: int) -> CorpusFacts:
+def _facts(name: str, work: Work, shards: int, tokenizer: TextEncoder, skipped: int) -> CorpusFacts:
     found = [TokenShard.open(work.shard(number)) for number in range(shards)]
     return CorpusFacts(
         name,
@@ -359,16 +406,21 @@ def _facts(name: str, work: Work, shards: int, tokenizer: Tokenizer, skipped: in
         len(work.sources),
         skipped,
         tuple(len(each.tokens) for each in found),
+        targets=sum(int(each.index[2, -1]) for each in found if each.index.size) if work.is_chat else None,
+        empty=sum(int((np.diff(each.index[0], prepend=0) == 0).sum()) for each in found)
+        if work.is_chat
+        else None,
     )
 
 
 def read_facts(folder: Path) -> CorpusFacts:
-    """What a folder of tokens says of itself. Raises ConfigError where that is damaged."""
+    """Returns the facts of a folder of tokens. Raises ConfigError if they are damaged."""
     try:
         facts = CorpusFacts(**json.loads((folder / FACTS_FILE).read_text(encoding="utf-8")))
         numbers = [facts.vocab_size, facts.tokens, facts.documents, facts.bytes, facts.files, facts.skipped]
         whole = isinstance(facts.name, str) and isinstance(facts.fingerprint, str)
         whole = whole and all(type(each) is int and each >= 0 for each in [*numbers, *facts.shards])
+        whole = whole and (facts.targets is None or (type(facts.targets) is int and facts.targets > 0))
         whole = whole and facts.tokens == sum(facts.shards) > 0 and type(facts.format) is int
         facts = dataclasses.replace(facts, shards=tuple(facts.shards))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -384,10 +436,10 @@ def read_facts(folder: Path) -> CorpusFacts:
 
 
 def is_tokens(path: Path) -> bool:
-    """Whether that is a folder of tokens."""
+    """Whether `path` is a folder of tokens."""
     return (path / FACTS_FILE).is_file()
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether that is a folder in which tokens were being made."""
+    """Whether `path` is a folder with unfinished tokens."""
     return (path / RUNS_FOLDER / PLAN_FILE).is_file() and not is_tokens(path)

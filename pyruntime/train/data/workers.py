@@ -1,7 +1,7 @@
-"""Processes that share out numbered tasks.
+"""Distributes numbered tasks over processes.
 
-Each is given one task at a time over a pipe of its own and answers when it has done it, so nothing piles up.
-A process that is killed is noticed, and one whose parent is gone ends.
+Each process gets one task at a time over its own pipe and answers when it is done, so nothing piles up. A
+killed process is noticed, and a process whose parent is gone ends.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Result = TypeVar("Result")
 
 
 class Workers(Generic[Task, Result]):
-    """`count` processes that call `work`, which is pickled; 0: this process does it. A context manager."""
+    """Runs `work`, which is pickled, in `count` processes; 0: in this process. A context manager."""
 
     def __init__(self, count: int, work: Callable[[Task], Result]):
         self._work = work
         self._processes: dict[connection.Connection, multiprocessing.process.BaseProcess] = {}
-        # This process may have threads, which no fork survives; so a server forks the others, and imports
+        # This process may have threads, which a fork would break; so a server forks the workers, and imports
         # once for all of them.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([work.__class__.__module__, __name__])
@@ -35,11 +35,11 @@ class Workers(Generic[Task, Result]):
             mine, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, work), daemon=True, name="pyr-tokenize")
             process.start()
-            theirs.close()  # or its end would never be seen
+            theirs.close()  # else the end of the process would go unnoticed
             self._processes[mine] = process
 
     def map(self, tasks: Iterable[Task]) -> Iterator[Result]:
-        """The results, as they come. Raises the exception of a task, and ConfigError where a process
+        """Yields the results as they arrive. Raises a task's exception, and ConfigError if a process
         ended."""
         if not self._processes:
             yield from map(self._work, tasks)
@@ -55,8 +55,8 @@ class Workers(Generic[Task, Result]):
                     result, error = pipe.recv()
                 except (EOFError, OSError):
                     raise ConfigError(
-                        f"A process that made tokens has ended{self._how(pipe)}; what was done is kept, so "
-                        "start again, with fewer workers where memory was short."
+                        f"A process that made tokens has ended{self._how(pipe)}; finished parts are kept, so "
+                        "start again, with fewer workers if memory was short."
                     ) from None
                 busy.remove(pipe)
                 if error is not None:
@@ -80,20 +80,20 @@ class Workers(Generic[Task, Result]):
         for process in self._processes.values():
             process.join()
         if self._processes:
-            # Or it would stay, with all it has imported, as long as we do.
+            # Else the server, with all its imports, would live as long as this process.
             forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def _give(pipe: connection.Connection, tasks: Iterator[Task], busy: set[connection.Connection]) -> None:
     for task in tasks:
-        with contextlib.suppress(OSError):  # it has ended, which is seen when it is waited for
+        with contextlib.suppress(OSError):  # the process has ended; map() notices when it waits
             pipe.send(task)
         busy.add(pipe)
         return
 
 
 def _end_with_parent() -> None:
-    """Ends this process in the midst of a task when its parent is gone."""
+    """Ends this process, even in the middle of a task, when its parent is gone."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
@@ -101,10 +101,10 @@ def _end_with_parent() -> None:
 
 
 def _serve(pipe: connection.Connection, work: Callable[[Task], Result]) -> None:
-    """What a process does until its parent closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is sent it too, and ends this process
+    """Serves tasks until the parent closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent also gets it, and ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's own threads would be as many again
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core needs no more threads
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:

@@ -1,1 +1,1 @@
-"""How checkpoints are written while training goes on, read back, and turned into Hugging Face's."""
+"""Writes checkpoints while training continues, reads them, and converts them to and from Hugging Face."""

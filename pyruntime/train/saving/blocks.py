@@ -1,7 +1,7 @@
-"""Which rank writes which block of a checkpoint.
+"""Decides which rank writes which block of a checkpoint.
 
-torch.distributed.checkpoint says what blocks a rank holds; that each is written once is settled here, because
-torch tells it between ranks in pickles.
+torch.distributed.checkpoint lists the blocks that a rank holds. This module ensures that each is written
+once, because torch's own way exchanges pickles between ranks.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from pyruntime.train.saving.staging import Piece
 
 @dataclass(frozen=True)
 class HeldBlock:
-    """A block that some rank holds, as ranks tell each other. Offsets and sizes in elements."""
+    """A block that some rank holds, in the form that ranks exchange. Offsets and sizes in elements."""
 
     name: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     whole: tuple[int, ...]
-    """The size of its tensor."""
+    """The shape of its tensor."""
     nbytes: int
 
 
 def held(state: dict[str, Any], planner: DefaultSavePlanner, rank: int) -> list[WriteItem]:
-    """The blocks of `state` that this rank holds and that are not empty (fewer rows than ranks)."""
+    """Returns the blocks of `state` that this rank holds, without empty ones (fewer rows than ranks)."""
     planner.set_up_planner(state, is_coordinator=rank == 0)
     items = planner.create_local_plan().items
     return [item for item in items if item.tensor_data is None or math.prod(item.tensor_data.chunk.sizes)]
 
 
 def settle(items: Sequence[WriteItem], group: dist.ProcessGroup, doing: str) -> list[WriteItem]:
-    """Those of `items` that this rank writes. Every rank of `group` calls it. Raises CommTimeout, PeerLost,
-    and ValueError on all ranks where the blocks do not make up whole tensors."""
+    """Returns those of `items` that this rank writes. Every rank of `group` calls it. Raises CommTimeout,
+    PeerLost, and ValueError on all ranks if the blocks do not make up whole tensors."""
     told = [block_of(item) for item in items]
     if group.size() == 1:
         return [items[place] for place in assign([told])[0]]
@@ -64,10 +64,10 @@ def settle(items: Sequence[WriteItem], group: dist.ProcessGroup, doing: str) -> 
 
 
 def assign(by_rank: Sequence[Sequence[HeldBlock]]) -> list[list[int]]:
-    """By rank, the places in its list of what it writes: a block that several hold goes to the one that has
-    the fewest bytes until then, the lower rank first.
+    """Returns for each rank the indices of the blocks that it writes. A block that several ranks hold goes to
+    the one with the fewest bytes so far, then to the lowest rank.
 
-    Raises ValueError where the blocks do not make up whole tensors.
+    Raises ValueError if the blocks do not make up whole tensors.
     """
     holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = defaultdict(list)
     for rank, blocks in enumerate(by_rank):
@@ -76,7 +76,7 @@ def assign(by_rank: Sequence[Sequence[HeldBlock]]) -> list[list[int]]:
     _check_whole(by_rank, holders)
     written = [0] * len(by_rank)
     chosen: list[list[int]] = [[] for _ in by_rank]
-    # What one rank alone holds comes first, so that the others even it out.
+    # Blocks with a single holder come first, so that the others even out the bytes.
     for candidates in sorted(holders.values(), key=lambda found: len(found) > 1):
         rank, place = min(candidates, key=lambda found: (written[found[0]], found[0]))
         written[rank] += by_rank[rank][place].nbytes
@@ -100,13 +100,13 @@ def _check_whole(by_rank: Sequence[Sequence[HeldBlock]], holders: dict) -> None:
 
 def block_of(item: WriteItem) -> HeldBlock:
     data = item.tensor_data
-    assert data is not None  # tensors alone are saved
+    assert data is not None  # only tensors are saved
     piece = piece_of(item)
     return HeldBlock(piece.name, piece.offsets, piece.shape, tuple(data.size), piece.nbytes)
 
 
 def piece_of(item: WriteItem) -> Piece:
-    """The block as it stands in a file."""
+    """Returns the block as a file stores it."""
     data = item.tensor_data
     assert data is not None
     return Piece(item.index.fqn, data.properties.dtype, tuple(data.chunk.sizes), tuple(data.chunk.offsets))

@@ -1,4 +1,4 @@
-"""Checkpoints of a run as Hugging Face folders, and the other way."""
+"""Converts checkpoints to Hugging Face folders and back."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ from pyruntime.train.shape import padded_vocabulary
 def to_hf(
     folder: Path, target: Path, runtime: Runtime, dtype: Dtype | None = None, max_file_bytes: int = 5 * 10**9
 ) -> CheckpointFacts:
-    """Writes the weights of the checkpoint `folder` as a folder that transformers reads, and the run's
-    tokenizer, where its config.toml names one. Every rank calls it. Returns what the checkpoint says of
-    itself.
+    """Writes the weights of the checkpoint `folder` as a folder that transformers reads, with the run's
+    tokenizer if its config.toml names one. Every rank calls it. Returns the facts of the checkpoint.
 
-    dtype: to convert to; None keeps the checkpoint's. Raises ConfigError for a checkpoint that is damaged or
-    does not fit the ranks, TrainingError where the target cannot be written.
+    dtype: to convert to; None keeps the checkpoint's. Raises ConfigError if the checkpoint is damaged or does
+    not fit the ranks, TrainingError if the target cannot be written.
     """
     facts = checkpoint.check_files(folder, runtime.world)
     shape = shape_of(folder, facts)
@@ -71,12 +70,11 @@ def to_hf(
 
 
 def from_hf(source: Path, target: Path, runtime: Runtime, dtype: Dtype | None = None) -> CheckpointFacts:
-    """Writes target/checkpoints/step-000000, from which a run is resumed at any mesh with the weights of the
-    Hugging Face Llama `source`, and target/config.toml, by which `train --checkpoint.resume target` does.
-    Every rank calls it.
+    """Writes target/checkpoints/step-000000 with the weights of the Hugging Face Llama `source`, to resume
+    from on any mesh, and target/config.toml for `train --checkpoint.resume target`. Every rank calls it.
 
-    dtype: of the weights; None: bf16 where they were saved so, else fp32. Raises ConfigError for a source
-    that is none, is damaged or does not fit the ranks, TrainingError where the target cannot be written.
+    dtype: of the weights; None: bf16 if they were saved so, else fp32. Raises ConfigError if the source is no
+    such model, is damaged or does not fit the ranks, TrainingError if the target cannot be written.
     """
     with refusing("--source: ", (ValueError, OSError)):
         if dtype is None:
@@ -101,7 +99,7 @@ def from_hf(source: Path, target: Path, runtime: Runtime, dtype: Dtype | None = 
 
 
 def shape_of(folder: Path, facts: CheckpointFacts) -> LlamaConfig:
-    """Of the model in the checkpoint. Raises DamagedError where its words are no model."""
+    """The shape of the model in the checkpoint. Raises DamagedError if its facts describe none."""
     try:
         scaling = facts.model.get("rope_scaling")
         shape = LlamaConfig(**facts.model | {"rope_scaling": scaling and RopeScaling(**scaling)})
@@ -113,8 +111,8 @@ def shape_of(folder: Path, facts: CheckpointFacts) -> LlamaConfig:
 
 
 def _tokenizer(folder: Path, shape: LlamaConfig) -> Tokenizer | None:
-    """That of the run which saved the checkpoint; None where there is no such run's configuration, or it
-    began with a Hugging Face model that came without one and does not read bytes."""
+    """Returns the tokenizer of the run that saved the checkpoint. None if the run's configuration is missing,
+    or if it began with a Hugging Face model that came without a tokenizer and does not read bytes."""
     path = folder.resolve().parent.parent / "config.toml"
     if not path.is_file():
         return None
@@ -127,8 +125,8 @@ def _tokenizer(folder: Path, shape: LlamaConfig) -> Tokenizer | None:
     gone = next((each for each in data.paths if not Path(each).exists()), "")
     if not is_said and gone:
         raise ConfigError(
-            f"{path} names no tokenizer, and data.paths {gone}, which may have been tokens with theirs, is "
-            f"gone; bring it back, name the tokenizer there in data.tokenizer, or {elsewhere}."
+            f"{path} names no tokenizer, and data.paths {gone}, which may have held tokens with theirs, is "
+            f"gone; restore it, set data.tokenizer in {path}, or {elsewhere}."
         )
     if not is_said and model.init_from and began.is_dir():
         return ByteTokenizer() if shape.vocab_size == ByteTokenizer.vocab_size else None
@@ -138,7 +136,7 @@ def _tokenizer(folder: Path, shape: LlamaConfig) -> Tokenizer | None:
         fits = fits and shape.vocab_size == (model.vocab_size or padded_vocabulary(tokenizer.vocab_size))
     if not fits:
         raise ConfigError(
-            f"{path} leads to a tokenizer of {tokenizer.vocab_size} tokens, and the model in {folder} has "
+            f"{path} leads to a tokenizer of {tokenizer.vocab_size} tokens, but the model in {folder} has "
             f"{shape.vocab_size}, so it was trained with another; {elsewhere}."
         )
     return tokenizer
@@ -150,5 +148,5 @@ def _writing(target: Path) -> Iterator[None]:
         yield
     except (CommError, ConfigError):
         raise
-    except (OSError, RuntimeError) as error:  # a RuntimeError on the ranks that do not write
+    except (OSError, RuntimeError) as error:  # RuntimeError: on the ranks that do not write
         raise TrainingError(cannot_write(target, cause_of(error))) from error

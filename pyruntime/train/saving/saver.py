@@ -1,12 +1,12 @@
-"""Saves the checkpoints of a run while it goes on.
+"""Saves the checkpoints of a run while training continues.
 
-begin(), between two steps and on every rank, copies what this rank is to write into memory that is kept. Who
-writes what is settled once (`blocks`); after that nobody asks again. A thread of
-each rank then hashes its copy and writes it, and the threads tell each other through the job's store how it
-went: rank 0's, once all files are on the disk, writes the manifest and gives the folder its name. So a step
-pays for the copy, and for a write only where the next checkpoint comes before it is over.
+begin(), between two steps and on every rank, copies this rank's blocks into host memory that is reused. Which
+rank writes which block is settled once (`blocks`). A thread of each rank then hashes its copy and writes it,
+and the threads exchange the outcome through the job's store. Once all files are on the disk, rank 0's thread
+writes the manifest and renames the folder. So a step pays for the copy, and waits for a write only if the
+next checkpoint is due before it ends.
 
-What failed is known to every rank, in the same words, when `has_failed`, or in finish().
+Every rank learns of a failure in the same words: by `has_failed`, or in finish().
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ from pyruntime.train.saving import blocks
 from pyruntime.train.saving.staging import SUFFIX, Staging
 
 DISK_MAY_TAKE_S = 600.0
-"""For FLUSH_EVERY bytes of a checkpoint; after that the disk is taken to be gone."""
+"""Seconds without progress of a write, after which the disk counts as lost. Writes are flushed every
+FLUSH_EVERY bytes."""
 
 
 class Saver:
-    """Of a run in `run_dir`, whose ranks are `group`. Used as a context, which ends when nothing is being
-    written any more. `keep`: which checkpoints stay."""
+    """Saves checkpoints of the run in `run_dir`, whose ranks are `group`. A context manager, which waits for
+    the last write when it ends. keep: which checkpoints stay."""
 
     def __init__(
         self,
@@ -82,16 +83,17 @@ class Saver:
         if kind is None:
             self.finish()
             return
-        with contextlib.suppress(Exception):  # it is another error that ends the run
+        with contextlib.suppress(Exception):  # the error that ends the run comes first
             self.finish()
 
     def begin(self, facts: CheckpointFacts) -> None:
-        """Copies the checkpoint of `facts.step` and begins to write it; those past it, which are of a branch
-        of the run that was left, and those that are not to be kept, are removed when it is there. Every rank
-        calls it. What was being written before is waited for.
+        """Waits for the previous write, copies the checkpoint of `facts.step` and starts to write it. Every
+        rank calls it. Once it is complete, later checkpoints (of an abandoned branch) and those not to be
+        kept are removed.
 
-        Raises TrainingError where that one could not be written, or this one not begun, CommTimeout and
-        PeerLost where a rank is stopped or ends meanwhile; what was there before stays."""
+        Raises TrainingError if the previous one could not be written, or this one not started; CommTimeout
+        and PeerLost if a rank stops or ends meanwhile. Older checkpoints stay then.
+        """
         self.finish()
         began, final = time.monotonic(), self._run_dir / FOLDER / name_of(facts.step)
         doing = f"Writing the checkpoint {final}"
@@ -105,12 +107,12 @@ class Saver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether what is being written is known on this rank to have failed: finish() says why."""
+        """Whether this rank knows that the current write has failed; finish() raises the reason."""
         return self._write is not None and self._write.has_failed
 
     @property
     def newest(self) -> Path | None:
-        """The newest checkpoint of this run that is complete, as far as this rank knows; None: it has saved
+        """The newest complete checkpoint of this run, as far as this rank knows; None if it has saved
         none."""
         if self._write is not None and self._write.is_there:
             return self._write.final
@@ -118,14 +120,14 @@ class Saver:
 
     @property
     def took(self) -> tuple[int, float] | None:
-        """The step of the newest checkpoint that this run has saved, and the seconds from its copy until it
-        was on the disk of all ranks; None: it has saved none."""
+        """Step of the newest checkpoint that this run has saved, and the seconds from its copy until all
+        ranks had it on disk; None if it has saved none."""
         if self._write is not None and self._write.is_there:
             return self._write.took
         return self._took
 
     def finish(self) -> None:
-        """Waits until nothing is being written any more. Every rank calls it. Raises as `begin` does."""
+        """Waits for the current write. Every rank calls it. Raises as `begin` does."""
         write, self._write = self._write, None
         if write is None:
             return
@@ -135,13 +137,13 @@ class Saver:
         self._newest, self._took = write.final, write.took
 
     def _staged(self, final: Path, doing: str) -> Staging:
-        """What this rank is to write, copied."""
+        """Copies this rank's blocks into the staging memory."""
         if self._outer is None:
             state = state_of(self._sharded)
         else:
             state = state_of_all(self._sharded, self._outer, self._outer.state_dict())
             state["model"] = self._outer.weights()
-        # What compression keeps changes its sizes when it plans anew.
+        # A new compression plan changes the sizes of the residuals.
         if self._staging is None or self._sharded.compressor is not None:
             self._settle(state, final, doing)
         assert self._staging is not None
@@ -152,7 +154,7 @@ class Saver:
         return self._staging
 
     def _settle(self, state: dict, final: Path, doing: str) -> None:
-        """Which rank writes what."""
+        """Settles which rank writes which block, after removing unfinished checkpoints."""
 
         def clear() -> None:
             for left in final.parent.glob(f"*{PARTIAL}"):
@@ -172,7 +174,7 @@ class Saver:
 
 
 class Write:
-    """One checkpoint that a thread of every rank is writing, from `staging`."""
+    """One checkpoint that a thread of every rank writes, from `staging`."""
 
     def __init__(
         self,
@@ -189,14 +191,14 @@ class Write:
         self._partial = self.final.with_name(self.final.name + PARTIAL)
         self._run_dir, self._keep, self._staging, self._group = run_dir, keep, staging, group
         self._facts = dataclasses.replace(facts, saved_at=time.time())
-        # Its number is taken here, where all ranks exchange alike.
+        # Made here, not in the thread: all ranks must number their exchanges in the same order.
         self._exchange = Exchange(group, doing) if group.size() > 1 else None
         self._refusal = ""
         self._failure: BaseException | None = None
         self._is_at_disk = True
-        """Whether this rank's disk is what is waited for, and not the other ranks."""
+        """Whether the thread waits for this rank's disk, not for other ranks."""
         self._published = 0
-        """What the disk has taken since all files were written: of files, names and removals."""
+        """Files, renames and removals that the disk has taken since all blocks were written."""
         self._sent: tuple[float, float, int] | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="pyr-checkpoint")
         self._thread.start()
@@ -215,14 +217,14 @@ class Write:
         return bool(self._refusal) or self._failure is not None
 
     def wait(self) -> None:
-        """Until it is over on all ranks. Raises TrainingError where it failed, or this rank's disk took
+        """Waits until all ranks are done. Raises TrainingError if it failed, or if this rank's disk took
         nothing for DISK_MAY_TAKE_S; CommTimeout and PeerLost."""
         seen, since = (-1, -1), time.monotonic()
         while self._thread.is_alive():
             self._thread.join(1.0)
             now = time.monotonic()
             taken = self._staging.written, self._published
-            if not self._is_at_disk or taken != seen:  # others are waited for by the exchange
+            if not self._is_at_disk or taken != seen:  # the exchange has its own deadline
                 seen, since = taken, now
             elif now - since > DISK_MAY_TAKE_S:
                 refusal = _refusal(
@@ -230,7 +232,7 @@ class Write:
                 )
                 post_failure(refusal)
                 raise TrainingError(refusal)
-        if self._sent is not None:  # by this thread, which knows whose account it is
+        if self._sent is not None:  # entered by this thread, whose ledger it belongs to
             began, ended, size = self._sent
             entered(EntryKind.SENT, "checkpoint", "save", began, size, end=ended)
         if self._failure is not None:
@@ -244,11 +246,11 @@ class Write:
             self._is_at_disk = False
             self._refusal = self._settle(sums, problem)
             self._ended = time.monotonic()
-        except BaseException as error:  # a peer's end, or a defect: for the thread that waits
+        except BaseException as error:  # a lost peer, or a defect: wait() raises it
             self._failure = error
 
     def _write_own(self) -> tuple[dict[str, Checksum], str]:
-        """This rank's file and its checksum, or why there is none."""
+        """Writes this rank's file. Returns its checksum, or the reason why there is none."""
         name, begin = f"rank-{self._group.rank():05}{SUFFIX}", time.monotonic()
         try:
             self._partial.mkdir(parents=True, exist_ok=True)
@@ -261,7 +263,7 @@ class Write:
         return {name: found}, ""
 
     def _settle(self, sums: dict[str, Checksum], problem: str) -> str:
-        """The refusal that all ranks hear of; empty where the checkpoint is there."""
+        """Publishes the checkpoint. Returns the refusal that all ranks get; empty on success."""
         if self._exchange is not None and self._group.rank() > 0:
             self._exchange.tell((sums, problem))
             return self._exchange.hear(0, str, beside=True)
@@ -278,7 +280,7 @@ class Write:
                 problem = cause_of(error)
         refusal = ""
         if problem:
-            # What was being written is no checkpoint, so it takes no space where writing it failed.
+            # The partial folder is no checkpoint, and the disk may be full.
             shutil.rmtree(self._partial, ignore_errors=True)
             refusal = _refusal(self._run_dir, self.final, problem)
         self._is_at_disk = False
@@ -294,8 +296,8 @@ class Write:
         for old in left_over(self.final.parent, self._facts.step, self._keep):
             if not (old / FACTS_FILE).is_file():
                 logging.getLogger("pyruntime").warning(
-                    f"{old} is damaged (it holds no {FACTS_FILE}) and of a branch of the run that was left: "
-                    "it is removed."
+                    f"{old} is damaged (it holds no {FACTS_FILE}) and belongs to an abandoned branch of the "
+                    "run: it is removed."
                 )
             remove_folder(old)
             self._count()

@@ -1,15 +1,13 @@
-"""What one rank writes of a checkpoint: copied into memory that is kept, then written as one safetensors
-file.
+"""Copies one rank's part of a checkpoint into reused host memory, and writes it as one safetensors file.
 
     8 bytes    the length n of the header, little-endian
     n bytes    the header, JSON: {name: {"dtype", "shape", "data_offsets"}}, blanks up to a multiple of 8
     the rest   the tensors one after the other, without gaps
 
-(https://huggingface.co/docs/safetensors). A block of a tensor that is cut over ranks stands under the
-tensor's name, and where it begins in it under "__metadata__", in the words of
-`torch.distributed.checkpoint.HuggingFaceStorageReader`: torch reads these files too. torch's own writer of
-them holds a rank's tensors three times and has nothing to checksum until the file is there, so it is not
-used.
+(https://huggingface.co/docs/safetensors). A block of a tensor that is cut over ranks has the tensor's name.
+Its offset is under "__metadata__", in the form of `torch.distributed.checkpoint.HuggingFaceStorageReader`, so
+that torch can read these files too. torch's own writer is not used: it holds a rank's tensors three times,
+and there is nothing to checksum before the file exists.
 """
 
 from __future__ import annotations
@@ -40,14 +38,14 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""As safetensors names them."""
+"""Their names in safetensors."""
 SUFFIX = ".safetensors"
 BLOCKS, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
-"""Under "__metadata__": {name: {OFFSETS: [...]}}, as text."""
+"""Keys under "__metadata__": {name: {OFFSETS: [...]}}, as text."""
 AT_ONCE = 16 * 2**20
-"""Bytes that are hashed and written between two looks at the interpreter's lock."""
+"""Bytes that are hashed, then written, in one call each, which frees the interpreter's lock."""
 FLUSH_EVERY = 256 * 2**20
-"""Bytes after which what was written is brought to the disk, so that no one flush takes long."""
+"""Bytes after which written data is flushed to the disk, so that no single flush takes long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Piece:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Where it begins in the whole tensor."""
+    """Its begin in the whole tensor, in elements."""
 
     @property
     def nbytes(self) -> int:
@@ -66,10 +64,10 @@ class Piece:
 
 
 class Staging:
-    """Memory on the host for `pieces`, laid out as their file is, and kept: a later checkpoint is copied to
-    where the one before was. Page-locked where they are on a CUDA `device`.
+    """Host memory for `pieces`, laid out as their file is, and reused: a later checkpoint overwrites the one
+    before. Page-locked if `device` is a GPU.
 
-    Raises ValueError for two pieces of one name.
+    Raises ValueError if two pieces have one name.
     """
 
     def __init__(self, pieces: Sequence[Piece], device: torch.device):
@@ -77,13 +75,14 @@ class Staging:
         names = [piece.name for piece in self.pieces]
         if len(set(names)) < len(names):
             raise ValueError(f"One file cannot hold two blocks of one name, found among {sorted(names)}.")
-        self._is_cuda = device.type == "cuda"
+        self._device = device
+        is_on_host = device.type == "cpu"
         total = sum(piece.nbytes for piece in self.pieces)
-        self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=self._is_cuda)
+        self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=not is_on_host)
         self._views: list[Tensor] = []
-        self._copied: torch.cuda.Event | None = None
+        self._copied: torch.Event | None = None
         self.written = 0
-        """Bytes of the file of `write` so far."""
+        """Bytes of the file that `write` has written so far."""
         entries: dict[str, dict] = {}
         begin = 0
         for piece in self.pieces:
@@ -103,32 +102,32 @@ class Staging:
 
     @staticmethod
     def order(pieces: Sequence[Piece]) -> list[Piece]:
-        """As they stand in the file: the widest first, so that each begins at a multiple of its element's
-        size."""
+        """Returns the pieces in file order: the widest type first, so that each begins at a multiple of its
+        element size."""
         return sorted(pieces, key=lambda piece: (-piece.dtype.itemsize, piece.name))
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes what `tensors`, by the pieces' names, hold now. Those on the CPU may change when it returns;
-        those on a device by what is put on its current stream afterwards.
+        """Copies `tensors`, by the pieces' names. When it returns, CPU tensors may change; those on a GPU may
+        be changed by later work on its current stream.
 
-        Raises RuntimeError where one has another shape or dtype than its piece.
+        Raises RuntimeError if a tensor's shape or dtype is not its piece's.
         """
         for piece, view in zip(self.pieces, self._views, strict=True):
             tensor = tensors[piece.name]
             if (tuple(tensor.shape), tensor.dtype) != (piece.shape, piece.dtype):  # copy_ would broadcast
                 raise RuntimeError(
-                    f"{piece.name} was to be saved as {list(piece.shape)} of {piece.dtype} and is "
+                    f"{piece.name} was to be saved as {list(piece.shape)} of {piece.dtype}, but it is "
                     f"{list(tensor.shape)} of {tensor.dtype}."
                 )
             view.copy_(tensor, non_blocking=True)
-        if self._is_cuda:
-            self._copied = torch.cuda.Event()
+        if self._device.type != "cpu":
+            self._copied = torch.Event(self._device)
             self._copied.record()
 
     def write(self, path: Path) -> Checksum:
-        """Writes the file, which is on the disk when it returns; its checksum is that of what was in memory.
-        Any thread may call it, while nobody calls `copy`. Raises OSError."""
+        """Writes the file, flushes it to the disk, and returns the checksum of the memory's content. Any
+        thread may call it, but `copy` must not run meanwhile. Raises OSError."""
         if self._copied is not None:
             self._copied.synchronize()
         self.written, digest = 0, hashlib.sha256()
@@ -141,7 +140,7 @@ class Staging:
                     os.fsync(file.fileno())
                     flushed = self.written
                 digest.update(part)
-                while len(part):  # a disk that becomes full takes a part
+                while len(part):  # a disk that becomes full takes only a part
                     taken = file.write(part)
                     self.written += taken
                     part = part[taken:]

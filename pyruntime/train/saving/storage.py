@@ -1,8 +1,8 @@
-"""Reads the files of a checkpoint at any mesh: torch.distributed.checkpoint plans which blocks a rank reads,
-the files are ours.
+"""Reads checkpoint files on any mesh: torch.distributed.checkpoint plans which blocks a rank reads, this
+module reads them.
 
-torch's own format (FileSystemWriter, FileSystemReader) keeps its index as a pickle and its tensors in
-torch.save's, which is one too. Nothing here is.
+torch's own format (FileSystemWriter, FileSystemReader) stores its index, and tensors by torch.save, as
+pickles. These files hold none.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ class Reader:
         self._metadata: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
-        """What the files hold, by their headers, which are read once.
-
-        Raises ValueError where blocks do not make up whole tensors, and what safetensors raises."""
+        """Returns what the files hold, from their headers, which are read once. Raises ValueError if blocks
+        do not make up whole tensors, and what safetensors raises."""
         if self._metadata is None:
             tensors: dict[str, TensorStorageMetadata] = {}
             for name in self._names:
@@ -74,7 +73,7 @@ class Reader:
         self._files[MetadataIndex(key, begins)] = file
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Copies what `plan` asks for to where `planner` says, on this rank."""
+        """Copies the blocks in `plan` to this rank's tensors, which `planner` resolves."""
         begin = time.monotonic()
         size = sum(self._read(*each, planner) for each in self._by_file(plan))
         entered(EntryKind.READ, "checkpoint", "load", begin, size)
@@ -87,7 +86,7 @@ class Reader:
         return found.items()
 
     def _read(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> int:
-        """Returns the bytes of what was read of that file."""
+        """Reads `items` from one file; returns their bytes."""
         size = 0
         with safe_open(self._folder / name, framework="pt") as opened:
             for item in items:
@@ -107,7 +106,7 @@ class Reader:
 
 
 def _check_whole(tensors: dict[str, TensorStorageMetadata]) -> None:
-    """Raises ValueError where the blocks of a tensor leave some of it out."""
+    """Raises ValueError if the blocks of a tensor leave a part of it out."""
     for name, each in tensors.items():
         held = sum(math.prod(chunk.sizes) for chunk in each.chunks)
         if held != math.prod(each.size):

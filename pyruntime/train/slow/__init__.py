@@ -1,1 +1,1 @@
-"""Which rank computes slowly, which link sends slowly, and layers that move away from a slow rank."""
+"""Finds ranks that compute slowly and links that send slowly, and moves layers away from a slow rank."""

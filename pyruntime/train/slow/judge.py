@@ -1,11 +1,10 @@
-"""Says which rank computes longer than its peers, and which link sends slower than the others.
+"""Decides which rank computes longer than its peers, and which link sends slower than the others.
 
-Pure functions of what all ranks measured, so every rank that is told the same says the same. After each
-window of steps a rank is late whose seconds (of a layer, in a pipeline) are above FACTOR times the median of
-its peers', by more than ERRORS standard errors of both; who is late in WINDOWS windows one after the other is
-said to be slow, until it has not been late for as many. To find what slows a job down by measuring apart
-what ranks compute and what links carry is from FALCON (Wu et al. 2024, arXiv 2410.12588); how many times as
-long as others a rank computes is what Malleus (Li et al. 2024, arXiv 2410.13333) plans by.
+Pure functions of measurements that all ranks have, so all decide alike. After each window of steps a rank is
+late if its seconds (per layer, in a pipeline) exceed the median of its peers by FACTOR, and by more than
+ERRORS standard errors of both. It is slow after WINDOWS late windows in a row, until as many are in time.
+Measuring computation and links separately is from FALCON (Wu et al. 2024, arXiv 2410.12588). Malleus (Li et
+al. 2024, arXiv 2410.13333) plans by how many times as long as others a rank computes.
 """
 
 from __future__ import annotations
@@ -18,66 +17,66 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 FACTOR = 1.3
-"""Times as long as its peers that a slow rank computes, at least."""
+"""Least ratio of a slow rank's seconds to its peers'."""
 LINK_FACTOR = 2.0
-"""Times as long as others that a slow link takes for a byte, at least: as the one that is slower than a
-quarter of them, as a host whose links are slow has four of a ring's, both ways to either neighbour."""
+"""Least ratio of a slow link's seconds per byte to the lower quartile of the others. Not to the median: one
+slow host slows four links of a ring, both ways to either neighbour."""
 WINDOWS = 3
-"""Windows in a row that are late before it is said, and not late before it is taken back."""
+"""Late windows in a row after which a rank or link is slow; as many that are not late end that."""
 ERRORS = 4.0
-"""Standard errors of two medians by which they differ, at least."""
+"""Least distance of two medians, in standard errors."""
 WORSE = 1.5
-"""Times what was said last, at which it is said again."""
+"""Ratio to the last reported slowness at which it is reported again."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HostLink:
-    """One that a rank sends over to another host, in one class of traffic."""
+    """A link over which a rank sends to another host, in one traffic class."""
 
     to: int
-    """Rank of the job."""
+    """The receiving rank of the job."""
     seconds_per_byte: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """What one rank measured in the steps of a window."""
+    """One rank's measurements over the steps of a window."""
 
     layer_s: float
-    """Median over the steps of the seconds in which it did not wait for peers, copy or sum: of a pipeline's
-    rank those for each layer that it holds, of others those of the step."""
+    """Median over the steps of the seconds in which the rank did not wait for peers, copy or sum: in a
+    pipeline per layer that it holds, else per step."""
     error_s: float = 0.0
     """Standard error of that median."""
     rest_s: float = 0.0
-    """Of a pipeline's rank, what it does beside layers: embedding, head, loss, weights, reading text."""
+    """In a pipeline, seconds beside layers: embedding, head, loss, weights, reading text."""
     waited_for: int = -1
-    """The rank of the job that it waited for most; -1: none."""
+    """The rank of the job that this one waited for most; -1: none."""
     waited_s: float = 0.0
-    """For that one, since the last window."""
+    """Seconds it waited for that rank since the last window."""
     links: Mapping[str, Sequence[HostLink]] = dataclasses.field(default_factory=dict)
-    """By class of traffic: the slowest and the fastest, which are all that a ring has."""
+    """For each traffic class the slowest and the fastest link; a ring has no others."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is new of a rank or a link, for people and for metrics.jsonl."""
+    """A new finding about a rank or a link, for people and for metrics.jsonl."""
 
     rank: int
-    """That computes or sends."""
+    """The rank that computes or sends."""
     host: str
     times: float
-    """As long as the median of its peers, over the last WINDOWS windows."""
+    """Ratio to the median of its peers, over the last WINDOWS windows."""
     sentence: str
     is_slow: bool = True
-    """False: no longer."""
+    """False: it no longer is."""
     to: int | None = None
-    """Of one link: the rank at its other end."""
+    """For one link: the rank at its other end."""
     traffic: str | None = None
-    """Of links: their class; without `to`, all links of the rank, both ways."""
+    """For links: their class. Without `to` the finding is about all links of the rank, both ways."""
 
 
 class _Lateness:
-    """What was seen of one rank or link."""
+    """The history of one rank or link."""
 
     def __init__(self) -> None:
         self.times: collections.deque[float] = collections.deque(maxlen=WINDOWS)
@@ -85,7 +84,7 @@ class _Lateness:
         self.is_slow, self._said = False, 0.0
 
     def add(self, times: float, is_late: bool) -> bool:
-        """One window. Returns whether there is something to say."""
+        """Adds a window. Returns whether there is something to report."""
         self.times.append(times)
         self._late = self._late + 1 if is_late else 0
         self._in_time = 0 if is_late else self._in_time + 1
@@ -99,13 +98,13 @@ class _Lateness:
 
 
 class _Others:
-    """Numbers, and for each of them the median of all others, without looking at them one by one."""
+    """Sorted numbers, for the median of all others of each one without looking at them one by one."""
 
     def __init__(self, numbers: Iterable[float]):
         self._ordered = sorted(numbers)
 
     def median(self, of: float) -> float:
-        """Of all numbers but `of`, which is one of at least two."""
+        """Returns the median of all numbers except `of`, which is one of at least two."""
         last = len(self._ordered) - 2
         return (self._at(last // 2, of) + self._at((last + 1) // 2, of)) / 2
 
@@ -117,8 +116,9 @@ class _Others:
 
 
 class Judge:
-    """hosts: their names, by rank. roles: ranks that are compared with each other. every: steps of a window.
-    by_layer: ranks hold layers of a pipeline."""
+    """Finds slow ranks and links. hosts: host names, by rank. roles: groups of ranks that are compared.
+    every: steps of a window. by_layer: ranks hold layers of a pipeline. places: where ranks are, for
+    sentences."""
 
     def __init__(
         self,
@@ -137,11 +137,11 @@ class Judge:
 
     @property
     def slow_ranks(self) -> list[int]:
-        """Those that are slow as of the last window."""
+        """Ranks that are slow as of the last window."""
         return [rank for rank, seen in enumerate(self._ranks) if seen.is_slow]
 
     def add(self, windows: Sequence[Window]) -> list[Finding]:
-        """What the next window of every rank, by rank, says that is new."""
+        """Adds the next window of every rank, by rank. Returns new findings."""
         found = []
         late = set()
         for role in self._roles:
@@ -159,7 +159,7 @@ class Judge:
         return found + self._look_at_links(windows, late)
 
     def _look_at_links(self, windows: Sequence[Window], late: set[int]) -> list[Finding]:
-        """late: ranks that compute for long, whose links wait for them."""
+        """late: ranks that compute for long, so that their links wait for them."""
         found = []
         for traffic in sorted({name for window in windows for name in window.links}):
             links = {
@@ -185,8 +185,8 @@ class Judge:
         news: Mapping[tuple[int, int], float],
         is_slow: bool,
     ) -> list[Finding]:
-        """One finding for a rank all of whose links are new, both ways, and one for each other link. links:
-        all there are, seconds for a byte; news: what that is compared with, of those that are."""
+        """Returns one finding for a rank all of whose links are new, both ways, and one for each other new
+        link. links: seconds per byte of all. news: what each new one is compared with."""
         found, told = [], set()
         for rank in sorted({end for ends in news for end in ends}):
             own = [ends for ends in links if rank in ends]
@@ -223,7 +223,7 @@ class Judge:
         return Finding(rank, host, times, sentence)
 
     def name_of(self, rank: int) -> str:
-        """ "rank 3 (tp 1, dp 1; host b)"."""
+        """Returns a name such as: rank 3 (tp 1, dp 1; host b)."""
         place = self._places[rank] if rank < len(self._places) else ""
         return f"rank {rank} ({place}{'; ' if place else ''}host {self.hosts[rank]})"
 
@@ -238,7 +238,7 @@ class Judge:
         to: int | None = None,
     ) -> Finding:
         times = median(median(self._links[traffic, *ends].times) for ends in told)
-        # No bandwidth: chunks of a link that are under way together count each.
+        # This is no bandwidth: seconds of chunks that overlap on a link are added up.
         own, others = (1e6 * median(each[ends] for ends in told) for each in (links, news))
         host, again = self.hosts[rank], "" if is_slow else ", and no longer slow"
         what = f"all links of {self.name_of(rank)}, both ways, take"

@@ -1,8 +1,8 @@
-"""Which layers each stage of a pipeline is to hold, by what its ranks were measured to take for a layer.
+"""Chooses how many layers each pipeline stage holds, from its ranks' measured seconds per layer.
 
-Pure functions of what all ranks have alike. The rank that takes longest sets the pace of a pipeline, so its
-seconds are what is made least. Malleus (Li et al. 2024, arXiv 2410.13333) deals out layers by how far ranks
-straggle, and regroups ranks besides; here layers are alike, and stages keep their ranks.
+Pure functions of numbers that all ranks have. The slowest rank sets the pace of a pipeline, so its seconds
+are minimized. Malleus (Li et al. 2024, arXiv 2410.13333) distributes layers by how far ranks straggle, and
+also regroups ranks; here all layers cost the same, and stages keep their ranks.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from statistics import median
 from pyruntime.train.slow.judge import Window
 
 GAIN = 0.1
-"""Share of the slowest stage's seconds that moving layers is to save, at least."""
+"""Least share of the slowest stage's seconds that a move must save."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """Layers of each stage, before and after, and what that is expected to save."""
+    """Layers of each stage, before and after, and the expected saving."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
     gain: float
-    """Of the seconds of the rank that computes longest, the share."""
+    """Saved share of the seconds of the rank that computes longest."""
     sentence: str
 
 
 def least_largest(per_layer: Sequence[float], rest: Sequence[float], fewest: int, layers: int) -> list[int]:
-    """How many layers each rank is to hold, so that the largest of rest[r] + n[r] * per_layer[r] is least.
+    """Returns the layers n[r] of each rank that minimize the largest rest[r] + n[r] * per_layer[r].
 
-    One layer after the other goes to the rank that has the least seconds with it. No assignment has a
-    smaller maximum: take one that has, M; the greedy one has a rank r whose last layer took it above M, so
-    with n[r] greater than there. Then another rank s holds fewer than there, and would with one more be at
-    most at M, so that the layer had gone to s.
+    Each layer goes to the rank that has the fewest seconds with it. This is optimal. Suppose another
+    assignment has a smaller maximum M. Here some rank r exceeds M, so n[r] is larger than there; then some
+    rank s holds fewer layers than there. With one layer more s would stay within M, so r's last layer would
+    have gone to s.
 
-    fewest: layers that each keeps. Raises ValueError where there are not as many.
+    fewest: layers that each rank keeps. Raises ValueError if there are not enough.
     """
     if fewest * len(per_layer) > layers:
         raise ValueError(f"{layers} layers do not give {fewest} to each of {len(per_layer)} ranks.")
@@ -58,14 +58,14 @@ def best_move(
     slow: Sequence[int],
     names: Sequence[str],
 ) -> Move | None:
-    """The move that saves at least GAIN, of what was measured in `windows`, of all ranks each; None: none.
+    """Returns the move that saves most; None if it saves less than GAIN.
 
-    ranks_of: of each place in the pipeline. placement: the place of each stage. layers: of each stage now.
-    slow, names: ranks that are slow, and what all ranks are called, for the sentence.
+    windows: measurements of all ranks. ranks_of: ranks at each place in the pipeline. placement: place of
+    each stage. layers: of each stage now. slow: slow ranks; names: of all ranks, for the sentence.
     """
 
     def of_place(ranks: Sequence[int], name: str) -> float:
-        """The ranks of a place wait for the slowest among them."""
+        """Returns the slowest rank's median: the ranks of a place wait for it."""
         return max(median(getattr(window[rank], name) for window in windows) for rank in ranks)
 
     per_layer = [of_place(ranks, "layer_s") for ranks in ranks_of]
@@ -95,8 +95,8 @@ def _largest(per_layer: Sequence[float], rest: Sequence[float], counts: Sequence
 
 
 def _by_stage(counts: Sequence[int], placement: Sequence[int]) -> tuple[int, ...]:
-    """Layers of each stage, where ranks hold so many: a rank's stages as equally as may be, the earlier ones
-    more."""
+    """Returns the layers of each stage, given those of each rank: shared equally by a rank's stages, the
+    earlier ones taking the remainder."""
     result = [0] * len(placement)
     for place, count in enumerate(counts):
         stages = [stage for stage, holder in enumerate(placement) if holder == place]

@@ -1,7 +1,7 @@
-"""Times this rank's own work in every step, and tells all ranks of it every so many steps.
+"""Times this rank's own work in every step, and exchanges the times of all ranks once per window.
 
-In a step two looks at a clock; every train.slow_every steps one exchange of a few numbers, in which a wait is
-bounded by the deadline of all waits.
+A step costs two readings of a clock, on a device two events and two for each wait of its stream. Every
+train.slow_every steps the ranks exchange a few numbers, under the usual deadline.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
@@ -20,78 +19,92 @@ from pyruntime import comm, ops
 from pyruntime.comm import Peer, Runtime
 from pyruntime.comm.exchange import gather
 from pyruntime.train.slow.judge import WINDOWS, Finding, HostLink, Judge, Window
+from pyruntime.train.slow.own_clock import OwnClock, PassSpans, Span
 
 AXES = ("tp", "cp", "pp", "dp")
-"""Classes of traffic whose links are looked at."""
+"""Traffic classes whose links are watched."""
 OF_AXIS = 2
-"""Links of a class that a rank tells of."""
+"""Links per class that a rank reports."""
 EVERY = 20
-"""Steps of a window, unless train.slow_every says otherwise."""
+"""Steps of a window, unless train.slow_every sets them."""
 LEAST_BYTES = 1 << 20
-"""That a window sends over a link which is looked at: of few bytes the latency is all there is."""
+"""Bytes that a window must send over a link to be judged: fewer bytes only show the latency."""
 FEWEST = 5
-"""Steps of which a median is taken."""
-
-
-def own_seconds() -> float:
-    """A clock that stands still while this rank waits for peers, copies or sums what travels."""
-    return time.perf_counter() - comm.exposed_s()
+"""Fewest steps for a median."""
 
 
 class SlowReport:
-    """Of a run whose ranks make one each.
+    """Looks for slow ranks and links. Every rank of a run makes one.
 
-    every: steps of a window. layers, layer_seconds: of a pipeline, how many layers this rank holds, and what
-    it did for them since that was asked last, in seconds of `own_seconds`. by_place: ranks of the
-    context-parallel axis have work of their own size, and are compared with those of their place alone.
+    every: steps of a window. clock: by which to time steps. layers: layers that this pipeline rank holds.
+    take_spans: returns what it did by that clock since the last call. by_place: context-parallel ranks have
+    different amounts of work, so ranks are compared only with those of the same place on that axis.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         every: int,
+        clock: OwnClock,
         layers: int = 1,
-        layer_seconds: Callable[[], float] | None = None,
+        take_spans: Callable[[], PassSpans] | None = None,
         by_place: bool = False,
     ):
-        self._runtime, self.every = runtime, every
-        self._layers, self._layer_seconds, self._by_place = layers, layer_seconds, by_place
+        self._runtime, self.every, self._clock = runtime, every, clock
+        self._layers, self._take_spans, self._by_place = layers, take_spans, by_place
+        self._unread: deque[tuple[Span, PassSpans | None]] = deque()
+        """Steps that a device may not have taken yet."""
         self._steps: list[tuple[float, float]] = []
-        """Own seconds of each for a layer, and for the rest."""
+        """Own seconds of each step, per layer and for the rest."""
         self._is_first = True
         self._before = comm.peers()
         self._judge: Judge | None = None
         self.windows: deque[list[Window]] = deque(maxlen=WINDOWS)
-        """The last ones, of all ranks."""
+        """The last windows, each of all ranks."""
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step, without validation and checkpoint. The first one opens groups and makes buffers: it
-        is left out."""
-        if self._layer_seconds is not None:
-            self._layer_seconds()  # what validation did since the last step
-        began = own_seconds()
+        """Surrounds a step, without validation and checkpoint. Leaves out the first step, which opens groups
+        and makes buffers."""
+        if self._take_spans is not None:
+            self._take_spans()  # drops those of a validation since the last step
+        began = self._clock.now()
         yield
-        own = own_seconds() - began
-        of_layers = own if self._layer_seconds is None else self._layer_seconds()
+        step = began, self._clock.now()
+        spans = None if self._take_spans is None else self._take_spans()
         if not self._is_first:
-            self._steps.append((of_layers / self._layers, own - of_layers))
+            self._unread.append((step, spans))
         self._is_first = False
+        while self._unread and self._clock.has_passed(self._unread[0][0][1]):
+            self._read()
+
+    def _read(self) -> None:
+        """Reads the seconds of the oldest step that is not read."""
+        step, spans = self._unread.popleft()
+        own = self._clock.seconds([step])
+        of_layers = own if spans is None else spans.layer_seconds(self._clock)
+        self._steps.append((of_layers / self._layers, own - of_layers))
+
+    def close(self) -> None:
+        """Stops its clock."""
+        self._clock.close()
 
     @property
     def slow_ranks(self) -> list[int]:
-        """The same on all ranks."""
+        """The slow ranks, the same on all ranks."""
         return [] if self._judge is None else self._judge.slow_ranks
 
     @property
     def names(self) -> Sequence[str]:
-        """What sentences call the ranks, once there was a window."""
+        """Names of the ranks in sentences; only after the first window."""
         assert self._judge is not None
         return [self._judge.name_of(rank) for rank in range(len(self._judge.hosts))]
 
     def look(self) -> list[Finding]:
-        """What is new with the steps since the last look; the same on all ranks, which all call it. Nothing
-        for fewer than FEWEST steps. Raises CommTimeout and PeerLost."""
+        """Returns new findings from the steps since the last look; the same on all ranks, which all call it.
+        Empty for fewer than FEWEST steps. Waits for the device. Raises CommTimeout and PeerLost."""
+        while self._unread:
+            self._read()
         if len(self._steps) < FEWEST:
             return []
         told = ops.all_gather_stats(
@@ -106,7 +119,7 @@ class SlowReport:
         return self._judge.add(self.windows[-1])
 
     def _window(self) -> Window:
-        """Of this rank; the next one begins."""
+        """Returns this rank's window, and begins the next one."""
         steps, self._steps = self._steps, []
         of_layer, rest = zip(*steps, strict=True)
         middle, error = median_and_error(of_layer)
@@ -128,15 +141,15 @@ class SlowReport:
         return Window(middle, error, median(rest), most, waits.get(most, 0.0), links)
 
     def _roles(self) -> list[list[int]]:
-        """Ranks that are compared with each other."""
+        """Returns the groups of ranks that are compared with each other."""
         grid = self._runtime.by_axes(torch.arange(self._runtime.world.size()))
         return [each.flatten().tolist() for each in (grid.unbind(2) if self._by_place else [grid])]
 
 
 def median_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The median, and its standard error, whatever the values' distribution: a quarter of what lies between
-    the values that stand two standard errors below it and above it, sqrt(n) places of the sorted ones (as
-    many of n values are below the median as of n tosses are heads)."""
+    """Returns the median and its standard error for any distribution: a quarter of the distance between the
+    values sqrt(n) places below and above the middle of the sorted ones. These are two standard errors away,
+    as the number of n values below the median varies like the heads of n coin tosses."""
     ordered, middle, places = sorted(values), (len(values) - 1) / 2, math.sqrt(len(values))
     low, high = max(0, math.floor(middle - places)), min(len(values) - 1, math.ceil(middle + places))
     return median(ordered), (ordered[high] - ordered[low]) / 4
@@ -151,7 +164,7 @@ def _less(now: Peer, before: Peer) -> Peer:
 
 
 def _numbers(window: Window) -> list[float]:
-    """`window` as ranks tell it each other."""
+    """Packs `window` into the numbers that ranks exchange."""
     own = [window.layer_s, window.error_s, window.rest_s, window.waited_for, window.waited_s]
     none = [HostLink(-1, 0.0)] * OF_AXIS
     links = [link for axis in AXES for link in [*window.links[axis], *none][:OF_AXIS]]

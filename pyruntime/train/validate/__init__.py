@@ -1,4 +1,4 @@
-"""Says what is wrong with a configuration before anything is started: pure, without torch."""
+"""Checks a configuration before anything is started: pure, without torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from pyruntime.train.config import (
 from pyruntime.train.data.order import BLOCK
 from pyruntime.train.data.tokenizer import check_named
 from pyruntime.train.errors import require
-from pyruntime.train.validate.gpus import check_on_gpus
 from pyruntime.train.validate.rebalance import check_rebalance
 from pyruntime.train.validate.replicas import check_compression, check_data_parallel, check_weight_wire
 from pyruntime.train.validate.sequences import check_context, check_pipeline, check_slices, check_tp_wire
@@ -32,7 +31,7 @@ SHORTEST_S, LONGEST_S = 1e-3, 1e6
 SEEDS = 2**63
 MOST_DECAY = 0.999999
 LARGEST = 2**31 - 1
-"""Of all numbers of steps, sequences, tokens of a sequence, ranks."""
+"""Largest number of steps, sequences, tokens of a sequence, and ranks."""
 RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
     (
         lambda x: x >= 1,
@@ -68,7 +67,11 @@ RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
         "be 0 for none, or between 1e-9 and 1e9, as fp32 holds the gradients that it scales",
         "optimizer.clip_grad_norm",
     ),
-    (lambda x: 0 <= x <= 1, "be between 0 and 1, as a weight beside that of the loss", "train.z_loss"),
+    (
+        lambda x: 0 <= x <= 1,
+        "be between 0 and 1, as a weight beside that of the loss",
+        "train.z_loss train.balance_loss train.router_z_loss",
+    ),
     (lambda x: 0 <= x <= 1e6, "be between 0 and 1e6 hours", "checkpoint.keep_every_h"),
     (
         lambda x: 0 <= x <= MOST_DECAY,
@@ -85,7 +88,7 @@ RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
     (lambda x: 1e-6 <= x <= 1, "be between 1e-6 and 1", "data_parallel.compression_density"),
     (lambda x: 1 <= x <= 8, "be between 1 and 8", "data_parallel.compression_bits"),
 )
-"""What numbers must be, each by itself: a test, the words for it, and whose it is."""
+"""Ranges of single numbers: a test, its words in an error, and the options."""
 
 
 def check(config: RunConfig, world_size: int) -> None:
@@ -97,8 +100,6 @@ def check(config: RunConfig, world_size: int) -> None:
     _check_values(config)
     config = with_pieces(config)
     _check_ranges(config)
-    if config.train.device == "cuda":
-        check_on_gpus(config)
     _check_train(config)
     _check_data(config)
     _check_files(config)
@@ -118,12 +119,12 @@ def check(config: RunConfig, world_size: int) -> None:
 
 @functools.cache
 def _hints() -> dict[str, dict[str, typing.Any]]:
-    """Types of the keys of each section."""
+    """The types of each section's keys."""
     return {name: typing.get_type_hints(type(values)) for name, values in vars(RunConfig()).items()}
 
 
 def _check_values(config: RunConfig) -> None:
-    """What no field can be, whatever it means."""
+    """Checks values that are impossible for a field of that type."""
     for section, values in vars(config).items():
         hints = _hints()[section]
         for key, value in vars(values).items():
@@ -152,7 +153,7 @@ def _check_ranges(config: RunConfig) -> None:
         for name in names.split():
             section, field = name.split(".")
             value = getattr(getattr(config, section), field)
-            of_grid = isinstance(value, Grid)  # with_pieces() has looked at its numbers
+            of_grid = isinstance(value, Grid)  # with_pieces() checked its numbers
             require(value is None or of_grid or test(value), f"{name} must {words}, found {value}.")
     check_seed("train.seed", config.train.seed)
     check_seconds("comm.deadline_s", config.comm.deadline_s)
@@ -160,15 +161,16 @@ def _check_ranges(config: RunConfig) -> None:
 
 def _check_train(config: RunConfig) -> None:
     train, optimizer, dp = config.train, config.optimizer, config.parallel.dp
-    _check_muon(config)
+    _check_optimizer(config)
     require(
         optimizer.lr * optimizer.weight_decay < 1,
         f"optimizer.weight_decay={optimizer.weight_decay} times optimizer.lr={optimizer.lr} must be below 1: "
-        "it is the share of a weight that a step takes away.",
+        "a step takes away that share of a weight.",
     )
     require(
         optimizer.rounding == "nearest" or train.dtype == "bf16",
-        f"optimizer.rounding=stochastic is of bf16 weights, and train.dtype={train.dtype}; leave it out.",
+        f"optimizer.rounding=stochastic needs bf16 weights, and train.dtype={train.dtype}; leave out "
+        "optimizer.rounding.",
     )
     ranks = f" times parallel.dp={dp}" if dp > 1 else ""
     unit = train.micro_batch_size * dp
@@ -181,11 +183,11 @@ def _check_train(config: RunConfig) -> None:
     require(
         optimizer.warmup_steps is None or optimizer.warmup_fraction is None,
         f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.warmup_fraction="
-        f"{optimizer.warmup_fraction} both say how long the warm-up is; leave one of them out.",
+        f"{optimizer.warmup_fraction} both set the warm-up; leave one of them out.",
     )
     require(
         with_steps(config).train.steps <= LARGEST,
-        f"train.tokens={train.tokens} are more than 2**31 steps; use fewer.",
+        f"train.tokens={train.tokens} needs more than 2**31 steps; use fewer.",
     )
 
 
@@ -198,7 +200,8 @@ def _check_data(config: RunConfig) -> None:
     )
     require(
         not weights or len(weights) == len(data.paths),
-        f"data.weights are {len(weights)} and data.paths {len(data.paths)}; give one for each.",
+        f"data.weights has {len(weights)} and data.paths {len(data.paths)} entries; give one weight for each "
+        "path.",
     )
     total = sum(weights)
     require(
@@ -207,29 +210,33 @@ def _check_data(config: RunConfig) -> None:
     )
     require(
         not weights or min(weights) * BLOCK >= total / 2,
-        f"data.weights hold {min(weights, default=0):g} of {total:g}, less than one sample of {2 * BLOCK}; "
+        f"data.weights has {min(weights, default=0):g} of {total:g}, less than one sample in {2 * BLOCK}; "
         "use a larger weight, or leave that source out.",
     )
     require(bool(data.field), "data.field must be the name of a key or a column, found ''.")
 
 
-def _check_muon(config: RunConfig) -> None:
+def _check_optimizer(config: RunConfig) -> None:
     optimizer = config.optimizer
-    if optimizer.name == "adamw":
-        require(
-            optimizer.momentum == Optimizer.momentum,
-            f"optimizer.momentum={optimizer.momentum} is Muon's; set optimizer.name=muon, or leave it out.",
-        )
-        return
-    require(
-        optimizer.rounding == "nearest",
-        f"optimizer.rounding={optimizer.rounding} with optimizer.name=muon, which keeps fp32 master weights; "
-        "leave it out.",
-    )
+    match optimizer.name:
+        case "adamw":
+            require(
+                optimizer.momentum == Optimizer.momentum,
+                f"optimizer.momentum={optimizer.momentum} applies only to Muon; set optimizer.name=muon, or "
+                "leave out optimizer.momentum.",
+            )
+        case "muon":
+            require(
+                optimizer.rounding == "nearest",
+                f"optimizer.rounding={optimizer.rounding} with optimizer.name=muon, which keeps fp32 master "
+                "weights; leave out optimizer.rounding.",
+            )
+        case _:
+            typing.assert_never(optimizer.name)
 
 
 def _check_two_axes(config: RunConfig) -> None:
-    """What does not know of tensor parallelism over two axes."""
+    """Refuses options that do not support tensor parallelism over two axes."""
     tp = config.parallel.tp
     if not isinstance(tp, Grid):
         return
@@ -239,7 +246,7 @@ def _check_two_axes(config: RunConfig) -> None:
     ):
         require(
             not is_asked,
-            f"{name} knows of one axis of tensor parallelism, and parallel.tp={tp}; leave y or it out.",
+            f"{name} supports one axis of tensor parallelism, and parallel.tp={tp}; leave out y or {name}.",
         )
 
 
@@ -267,8 +274,8 @@ def _check_files(config: RunConfig) -> None:
     auto = resume == AUTO
     require(
         not auto or bool(config.output.run_dir),
-        "checkpoint.resume=auto goes on with the run in output.run_dir, which is not set; name a folder, the "
-        "same at every start.",
+        "checkpoint.resume=auto resumes the run in output.run_dir, which is not set; name a folder, the same "
+        "at every start.",
     )
     require(
         not resume or auto or os.path.isdir(resume),
@@ -292,7 +299,8 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
     )
     require(
         zero > 0 or replicate == 1 or not meets_every_step(config),
-        f"parallel.dp_replicate={replicate} with parallel.zero=0, which cuts nothing: leave it at 1.",
+        f"parallel.dp_replicate={replicate} with parallel.zero=0, which cuts nothing; leave out "
+        "parallel.dp_replicate.",
     )
     others = [f"parallel.{name}={size}" for name, size in (("pp", pp), ("dp", dp), ("cp", cp)) if size > 1]
     if tp is None:
@@ -307,7 +315,7 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
     require(
         needed == world_size,
         f"{axes} but {world_size} rank(s) were started, and every rank belongs to a group of each axis; "
-        f"start torchrun with --nproc-per-node {needed}, or leave parallel.tp out.",
+        f"start torchrun with --nproc-per-node {needed}, or leave out parallel.tp.",
     )
 
 
@@ -318,17 +326,17 @@ def _check_rings(config: RunConfig, world_size: int) -> None:
         require(
             sorted(ranks) == list(range(tp)),
             f"comm.rings holds {order!r}, which does not name each of the {tp} tensor-parallel ranks once; "
-            f"write it as {'-'.join(map(str, range(tp)))!r}, or leave it out.",
+            f"write it as {'-'.join(map(str, range(tp)))!r}, or leave out comm.rings.",
         )
 
 
 def check_seed(key: str, value: int) -> None:
-    """Raises ConfigError where `value`, the option `key`, is no seed that torch takes."""
+    """Raises ConfigError if `value` of option `key` is no seed that torch takes."""
     require(0 <= value < SEEDS, f"{key} must be at least 0 and below 2**63, found {short_repr(value)}.")
 
 
 def check_seconds(key: str, value: float) -> None:
-    """Raises ConfigError where `value`, the option `key`, is no deadline in seconds."""
+    """Raises ConfigError if `value` of option `key` is no deadline in seconds."""
     require(
         SHORTEST_S <= value <= LONGEST_S,
         f"{key} must be at least {SHORTEST_S} and at most {LONGEST_S:.0f} seconds, found {value}.",

@@ -1,4 +1,4 @@
-"""How sequences may be cut: over context-parallel ranks, over time in pipelines, and in causal slices."""
+"""Checks how sequences are cut: over context-parallel ranks, over time in pipelines, and in causal slices."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def check_context(config: RunConfig) -> None:
         require(cp > 1, f"context.wire={context.wire} without context-parallel ranks; set parallel.cp.")
         require(
             context.variant in RING_VARIANTS,
-            f"context.wire={context.wire} is of the ring, and context.variant={context.variant}; leave one "
-            "of them out.",
+            f"context.wire={context.wire} applies to the ring, and context.variant={context.variant}; leave "
+            "one of them out.",
         )
 
 
@@ -41,7 +41,7 @@ def check_pipeline(config: RunConfig) -> None:
         not tokens
         or (len(tokens) == pipeline.slices and min(tokens) >= 1 and sum(tokens) == config.train.seq_len),
         f"pipeline.slice_tokens={list(tokens)} must be pipeline.slices={pipeline.slices} numbers of at least "
-        f"1 that add up to train.seq_len={config.train.seq_len}.",
+        f"1 with a sum of train.seq_len={config.train.seq_len}.",
     )
     for name in ("costs", "virtual", "slices", "layers", "wire"):
         value = getattr(pipeline, name)
@@ -51,20 +51,20 @@ def check_pipeline(config: RunConfig) -> None:
     tokens_of_rank = config.train.seq_len // config.parallel.cp
     require(
         pipeline.slices <= tokens_of_rank,
-        f"pipeline.slices={pipeline.slices} of the {tokens_of_rank} tokens of a sequence that a rank has; "
-        "use fewer.",
+        f"pipeline.slices={pipeline.slices} is more than a rank's {tokens_of_rank} tokens of a sequence; use "
+        "fewer.",
     )
     if pipeline.slices != 1 and config.parallel.cp > 1:
         _check_pipeline_slices_of_context(config)
 
 
 def _check_pipeline_slices_of_context(config: RunConfig) -> None:
-    """Every slice has tokens of all context-parallel ranks, as many of each."""
+    """Requires that every slice has as many tokens of each context-parallel rank."""
     pipeline, cp, layout = config.pipeline, config.parallel.cp, config.context.layout
     require(
         pipeline.slices > 0,
-        f"pipeline.slices=0 takes the slices of pipeline.costs, which are of whole sequences, and "
-        f"parallel.cp={cp}; say how many slices.",
+        f"pipeline.slices=0 takes the slices of pipeline.costs, which cut whole sequences, but "
+        f"parallel.cp={cp}; set pipeline.slices to their number.",
     )
     require(
         all(tokens % cp == 0 for tokens in pipeline.slice_tokens),
@@ -81,15 +81,15 @@ def _check_pipeline_slices_of_context(config: RunConfig) -> None:
 
 
 def why_no_slices(config: RunConfig, tp: int) -> str:
-    """What slices inside a tensor-parallel group of so many ranks do not go together with; empty: nothing."""
+    """Says which option forbids causal slices inside a tensor-parallel group of `tp` ranks; empty: none."""
     if tp == 1:
-        return "parallel.tp=1, where no rows travel"
+        return "parallel.tp=1, where no rows are sent"
     if isinstance(config.parallel.tp, Grid):
-        return f"parallel.tp={config.parallel.tp}, whose y cuts features; leave y out"
+        return f"parallel.tp={config.parallel.tp}, whose y cuts features"
     if config.parallel.zero == 3 and config.parallel.dp * config.parallel.cp > 1:
-        return "parallel.zero=3, which gathers weights for one layer at a time; use 0, 1 or 2"
+        return "parallel.zero=3, which gathers weights for one layer at a time"
     if config.pipeline.slices != 1:
-        return f"pipeline.slices={config.pipeline.slices}, which cuts sequences too"
+        return f"pipeline.slices={config.pipeline.slices}, which also cuts sequences"
     return ""
 
 
@@ -99,14 +99,14 @@ def check_slices(config: RunConfig, world_size: int) -> None:
     why = why_no_slices(config, tp) if parallel.tp_slices not in ("auto", 1) else ""
     require(
         not why,
-        f"parallel.tp_slices={parallel.tp_slices} does not go together with {why}; leave one of them out.",
+        f"parallel.tp_slices={parallel.tp_slices} cannot be combined with {why}; leave one of them out.",
     )
     if parallel.cp > 1 and parallel.tp_slices != "auto" and parallel.tp_slices > 1:
         _check_slices_of_context(config, parallel.tp_slices, tp)
 
 
 def _check_slices_of_context(config: RunConfig, slices: int, tp: int) -> None:
-    """Every slice has tokens of all context-parallel ranks, as many of each."""
+    """Requires that every slice has as many tokens of each context-parallel rank."""
     cp, layout, seq_len = config.parallel.cp, config.context.layout, config.train.seq_len
     most = {"striped": slices, "zigzag": 2, "contiguous": 1}[layout]
     require(
@@ -123,13 +123,13 @@ def _check_slices_of_context(config: RunConfig, slices: int, tp: int) -> None:
 
 
 def check_tp_wire(config: RunConfig, world_size: int) -> None:
-    """What rows that are rounded where tensor-parallel ranks gather them do not go together with."""
+    """Requires several tensor-parallel ranks for rows rounded for gathering."""
     wire = config.parallel.tp_wire
     if wire == "same":
         return
     tp = mesh_of(config, world_size).tp
     require(
         tp > 1,
-        f"parallel.tp_wire={wire} is of rows that several tensor-parallel ranks gather, and there is one; "
-        "set parallel.tp, or leave it out.",
+        f"parallel.tp_wire={wire} needs several tensor-parallel ranks, and there is one; set parallel.tp, or "
+        "leave out parallel.tp_wire.",
     )

@@ -1,4 +1,4 @@
-"""What is wrong with how a run is to be watched."""
+"""Checks the options by which a run is watched."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pyruntime.train.errors import refusing, require
 
 
 def check_watching(config: RunConfig) -> None:
-    """Raises ConfigError where a package is missing, there are no such steps to record, or the planner cannot
-    predict what such a run does."""
+    """Raises ConfigError if a package is missing, the steps to record do not exist, or the planner cannot
+    predict such a run."""
     _check_sinks(config)
     _check_profile(config)
     _check_predicted(config)
     require(
         not (config.train.check_types and config.train.compile),
-        "train.check_types follows tensors from operator to operator, and train.compile makes one of many; "
+        "train.check_types follows tensors from operator to operator, but train.compile fuses operators; "
         "leave one of them out.",
     )
 
@@ -46,8 +46,8 @@ def _check_profile(config: RunConfig) -> None:
     )
     require(
         not train.ledger,
-        f"train.profile={train.profile} switches on the ledger of its own steps, and train.ledger that of "
-        "all; leave one of them out.",
+        f"train.profile={train.profile} records a ledger of its steps, and train.ledger one of all steps; "
+        "leave one of them out.",
     )
 
 
@@ -65,7 +65,7 @@ def _check_predicted(config: RunConfig) -> None:
 
 
 def why_not_predicted(config: RunConfig) -> str:
-    """What of a run the planner does not know, in words; empty where it predicts its steps."""
+    """Names an option that the planner does not know; empty if it can predict the run's steps."""
     names = (
         "train.dtype parallel.tp_slices parallel.tp_wire parallel.rebalance data_parallel.members "
         "data_parallel.compression data_parallel.weight_wire pipeline.slice_tokens pipeline.costs "

@@ -1,1 +1,1 @@
-"""Watching a run: what each step is compared with, where its figures go, and traces of single steps."""
+"""Watches a run: peak FLOP/s, prediction and metrics of each step, and traces of single steps."""

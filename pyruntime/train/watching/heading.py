@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step."""
+"""The first lines that a run prints: model, device, text and steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def first_lines(run: ResolvedRun, data: Corpus, run_dir: Path, runtime: Runtime)
 
 
 def _axes(run: ResolvedRun) -> str:
-    """How the model is spread over ranks."""
     config, parallel, mesh = run.config, run.config.parallel, run.mesh
     axes = f"tp={parallel.tp or mesh.tp} with sequence parallelism"
     if parallel.tp_wire != "same":

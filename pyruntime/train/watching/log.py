@@ -1,4 +1,4 @@
-"""What is kept of every step while a run goes on: its record, its ledger, its trace."""
+"""Records every step while a run continues: metrics, ledger and trace."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from pyruntime.train.watching.watch import Watch
 
 
 class StepLog:
-    """Shows every step and writes it to `sinks`, with all that `watch` compares it with. Every rank has one;
-    that of rank 0 has sinks, and what its `say` is given is seen."""
+    """Shows every step and writes it to `sinks`, completed by `watch`. Every rank has one; only rank 0's has
+    sinks and prints what `say` gets."""
 
     def __init__(self, watch: Watch, progress: Progress, say: Callable[[str], None], sinks: Sequence[Sink]):
         self._watch, self._progress, self._say, self._sinks = watch, progress, say, sinks
         self._of_replicas, self._cut_off, self._grace = "", "", grace_s(os.environ)
 
     def add(self, measured: StepMetrics, trainer: Trainer) -> None:
-        """Raises TrainingError, on all ranks, where a sink cannot be written."""
+        """Adds one step. Raises TrainingError, on all ranks, if a sink cannot be written."""
         step, said = self._watch.complete(measured, trainer.step), self._of_replicas
         self._of_replicas = "" if trainer.outer is None else trainer.outer.describe()
         if self._of_replicas != said:
@@ -52,9 +52,10 @@ class StepLog:
 def recorded(
     config: RunConfig, runtime: Runtime, run_dir: Path
 ) -> Iterator[tuple[StepLedger | None, StepProfile | None]]:
-    """What `train.ledger` and `train.profile` ask for. A run that is stopped leaves both behind too."""
+    """Yields the ledger of train.ledger and the profile of train.profile, or None. A stopped run writes
+    both."""
     with contextlib.ExitStack() as held:
-        steps = StepLedger(held.enter_context(ledger())) if config.train.ledger else None
+        steps = StepLedger(held.enter_context(ledger(device=runtime.device))) if config.train.ledger else None
         asked = config.train.profile
         profile = StepProfile(runtime, run_dir, steps_of(asked)) if asked else None
         try:

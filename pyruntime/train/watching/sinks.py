@@ -1,4 +1,4 @@
-"""Where the record of every step goes besides metrics.jsonl: TensorBoard, and Weights & Biases."""
+"""Writes the metrics of every step to TensorBoard and to Weights & Biases, besides metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from pyruntime.train.metrics import StepMetrics
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 """Folders in the run folder."""
 RUN_ID = "run-id.txt"
-"""In W&B's folder: the name by which a run that is resumed goes on there."""
+"""File in W&B's folder with the id under which a resumed run continues there."""
 FLUSH_S = 10
-"""Seconds after which TensorBoard sees a step at the latest."""
+"""Seconds after which TensorBoard shows a step at the latest."""
 
 
 class Sink(Protocol):
-    """Takes the record of every step, on rank 0."""
+    """Takes the metrics of every step, on rank 0."""
 
     path: Path
-    """Of what it writes."""
+    """File or folder that it writes."""
 
     def write(self, metrics: StepMetrics) -> None: ...
 
 
 def open_sinks(config: RunConfig, run_dir: Path, step: int, held: contextlib.ExitStack) -> list[Sink]:
-    """Those that the configuration asks for, of a run that goes on after `step`, until `held` is closed.
-    Raises ConfigError where W&B refuses, and OSError."""
+    """Opens the sinks that the configuration asks for, of a run that continues after `step`, until `held` is
+    closed. Raises ConfigError if W&B refuses, and OSError."""
     sinks: list[Sink] = []
     if config.output.tensorboard:
         sinks.append(held.enter_context(TensorBoard(run_dir, step)))
@@ -42,8 +42,8 @@ def open_sinks(config: RunConfig, run_dir: Path, step: int, held: contextlib.Exi
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
-    """The numbers of the record by name: as in metrics.jsonl, what is by axis or set as NAME/AXIS. What is
-    not known, or not finite, is left out."""
+    """Returns the numbers of the metrics by name: as in metrics.jsonl, those by axis or set as NAME/AXIS.
+    Unknown and non-finite ones are left out."""
     return {name: value for name, value in _named("", dataclasses.asdict(metrics)) if math.isfinite(value)}
 
 
@@ -56,13 +56,13 @@ def _named(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 class TensorBoard:
-    """RUN_DIR/tensorboard, one event a step. What an earlier process wrote past `step` is not shown."""
+    """Writes RUN_DIR/tensorboard, one event a step. Hides what an earlier process wrote after `step`."""
 
     def __init__(self, run_dir: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = run_dir / TENSORBOARD
-        # Also of step 0: a job that its launcher starts anew may have ended before it saved anything.
+        # Even if step is 0: a restarted job may have ended before it saved anything.
         self._writer = SummaryWriter(str(self.path), purge_step=step + 1, flush_secs=FLUSH_S)
 
     def write(self, metrics: StepMetrics) -> None:
@@ -80,9 +80,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of the project output.wandb, with the configuration; what it keeps here is in RUN_DIR/wandb.
-    Online or offline as WANDB_MODE says. A run that is resumed goes on there. Raises ConfigError where W&B
-    refuses to start."""
+    """A run of the project output.wandb, with the configuration; its local files are in RUN_DIR/wandb.
+    WANDB_MODE chooses online or offline. A resumed run continues there. Raises ConfigError if W&B refuses to
+    start."""
 
     def __init__(self, config: RunConfig, run_dir: Path, step: int):
         import wandb
@@ -100,7 +100,7 @@ class WeightsAndBiases:
                 config=dataclasses.asdict(config),
                 id=same,
                 resume="allow",
-                settings=wandb.Settings(console="off"),  # the run's lines are the trainer's to write
+                settings=wandb.Settings(console="off"),  # the trainer prints the run's lines itself
             )
         except wandb.errors.Error as error:
             first = (str(error).splitlines() or ["no reason"])[0].rstrip(".")

@@ -1,8 +1,8 @@
-"""Traces of single steps, by torch.profiler, for ui.perfetto.dev: RUN_DIR/profile/rank-N.json of each rank.
+"""Traces single steps with torch.profiler, for ui.perfetto.dev: RUN_DIR/profile/rank-N.json on each rank.
 
-In them are the ranges by name of layers and axes (`pyruntime.comm.ranges`), under which torch's operators
-and, on a GPU, kernels and copies lie. Of ranks on the CPU a second process has what the ledger has entered of
-the same steps: a row for each axis with the chunks under way, and one with waits, copies and sums.
+A trace shows the named ranges of layers and axes (`pyruntime.comm.ranges`), and under them torch's operators
+and, on a GPU, kernels and copies. A second process in the trace shows the ledger of the same steps: a row
+for each axis with its open chunks, and one with waits, copies and sums.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FOLDER = "profile"
 
 
 class StepProfile:
-    """Records the steps of this rank that are in `steps`, all of them in one trace."""
+    """Records those steps of this rank that are in `steps`, all in one trace."""
 
     def __init__(self, runtime: Runtime, run_dir: Path, steps: range):
         self._runtime, self._steps = runtime, steps
@@ -41,7 +41,7 @@ class StepProfile:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around a step, on every rank alike. After the last one the trace is written, on all ranks at the
+        """Surrounds a step, on every rank. After the last step to record, all ranks write their trace at the
         same time."""
         if number in self._steps and self._profiler is None:
             self._begin(number)
@@ -50,24 +50,22 @@ class StepProfile:
             on_every_rank(self._runtime.world, "Writing the profile", self.write)
 
     def _begin(self, number: int) -> None:
-        is_cuda = self._runtime.device.type == "cuda"
-        if not is_cuda:
-            self._ledger = self._held.enter_context(ledger())
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_cuda
+        kind = self._runtime.device.type
+        self._ledger = self._held.enter_context(ledger(device=self._runtime.device))
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (kind == "cuda")
         self._profiler = profile(activities=activities)
         self._profiler.start()
         self._first, self._began = number, time.monotonic()
 
     def write(self) -> None:
-        """Ends the recording, if one is under way, and writes what there is. Raises TrainingError where it
-        cannot."""
+        """Ends the recording, if one is open, and writes it. Raises TrainingError if it cannot be written."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
         with self._held:
             profiler.stop()
-            stretch = None if self._ledger is None else self._ledger.take()
-        new = self.path.with_name("new-" + self.path.name)  # torch goes by the ending
+            stretch = None if self._ledger is None else self._ledger.take().read()
+        new = self.path.with_name("new-" + self.path.name)  # torch looks at the suffix
         try:
             self.path.parent.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(new))
@@ -83,7 +81,7 @@ class StepProfile:
             raise TrainingError(f"{self.path} cannot be written: {error.strerror}.") from error
 
     def _communication(self, stretch: Stretch, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What the ledger has entered but operators, which torch has, beside `events`, by their clock."""
+        """The ledger's entries except operators, which torch records, on the clock of `events`."""
         runtime = self._runtime
         own = RankLedger(
             runtime.rank,
@@ -96,7 +94,7 @@ class StepProfile:
             stretch.thread,
             tuple(entry for entry in stretch.entries if entry.kind is not EntryKind.OP),
         )
-        # The first range begins where the recording did, but for microseconds.
+        # The first range begins with the recording, up to microseconds.
         name = f"step {self._first}"
         began = next(event["ts"] for event in events if event.get("name") == name)
         process = f"rank {runtime.rank}: communication"

@@ -1,4 +1,4 @@
-"""What a step is compared with. All that is shown or kept of a step is in the record that leaves here."""
+"""Completes the metrics of a step: MFU, prediction, time left."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pyruntime.train.watching.peak import Peak
 
 
 class Watch:
-    """Of a run of `steps` on `ranks` ranks. flops_per_token: as MFU counts them, see
-    `LlamaConfig.flops_per_token`. peak: None where it is not known. predicted_step_s: seconds of a step, by
-    the planner; None where it was not asked."""
+    """Completes the metrics of a run of `steps` on `ranks` ranks. flops_per_token: as MFU counts them, see
+    `LlamaConfig.flops_per_token`. peak: None if unknown. predicted_step_s: the planner's seconds of a step;
+    None if it was not asked."""
 
     def __init__(
         self,
@@ -28,8 +28,8 @@ class Watch:
         self._first_step, self._started = 0, 0.0
 
     def complete(self, measured: StepMetrics, newest: int) -> StepMetrics:
-        """A step with all that it is compared with. To be called in order, once step `newest` has ended: what
-        steps measured may be read later, of several at once."""
+        """Returns the metrics with MFU, prediction and time left. Call it in order of the steps. `newest`:
+        the last step that has ended, which may be later, since several steps may be read at once."""
         now = time.monotonic()
         if not self._first_step:
             self._first_step = measured.step
@@ -41,6 +41,6 @@ class Watch:
             tokens_per_second_per_device=per_second / self._ranks,
             mfu=None if self._mfu_of_one is None else per_second * self._mfu_of_one,
             predicted_step_s=self._predicted_step_s,
-            # Of this process so far: validation and checkpoints count.
+            # The pace of this process so far, with validation and checkpoints.
             eta_s=(now - self._started) / done * (self._steps - measured.step),
         )

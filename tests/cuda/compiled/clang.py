@@ -1,4 +1,4 @@
-"""The kernels' instructions by whichever clang is here that knows a GPU of AMD which hipcc may not know."""
+"""Compiles the kernels for AMD's GPUs with any clang that knows them, because hipcc may not."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pathlib import Path
 from tools import build_cuda, build_hip
 
 BITCODE = Path("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode")
-"""Where Debian's rocm-device-libs puts the device library of ROCm 5.2."""
+"""The device library of ROCm 5.2 in Debian's rocm-device-libs."""
 WRAPPER = "__clang_hip_runtime_wrapper.h"
 NEWEST = 1000
-"""Stands for the version of a clang whose name has none."""
+"""The version of a clang whose name has none."""
 STANDS_IN = {
     "oclc_isa_version_942.bc": "oclc_isa_version_940.bc",
     "oclc_isa_version_950.bc": "oclc_isa_version_940.bc",
 }
-"""What that library has no file for: a constant, and all else of gfx940 is theirs."""
+"""Files that this library lacks; apart from a constant they equal those of gfx940."""
 
 HIP_HEADERS = sorted(
     {found.parent for found in Path("/usr/lib").glob(f"llvm-*/lib/clang/*/include/{WRAPPER}")}
 )
-"""Clang's own headers for HIP, for one that came without (Zig's)."""
+"""Clang's headers for HIP, for a clang without them (Zig's)."""
 
 
 def clangs() -> list[Path]:
-    """Every clang on PATH, in the environment and of ROCm, the oldest first."""
+    """Returns every clang on PATH, in the environment and in ROCm, the oldest first."""
     folders = [*map(Path, os.get_exec_path()), Path(sys.executable).parent, Path("/opt/rocm/llvm/bin")]
     found = {
         path: int(match[1] or NEWEST)
@@ -43,7 +43,7 @@ def clangs() -> list[Path]:
 
 @functools.cache
 def clang_for(architecture: str) -> Path | None:
-    """The oldest that compiles HIP for that GPU; None where there is none, or no device library."""
+    """Returns the oldest clang that compiles HIP for that GPU; None without it or a device library."""
     asked = ["-x", "hip", f"--offload-arch={architecture}", "--cuda-device-only", "-nogpuinc", "-nogpulib"]
     for clang in clangs() if BITCODE.is_dir() else []:
         ran = subprocess.run([clang, *asked, "-E", os.devnull], capture_output=True)
@@ -53,7 +53,7 @@ def clang_for(architecture: str) -> Path | None:
 
 
 def why_none(architecture: str) -> str:
-    """For whom clang_for() finds nothing."""
+    """Returns the reason why clang_for() returns None."""
     if not BITCODE.is_dir():
         return f"no device library in {BITCODE}; `tools/get_tool.sh clang-19` installs one"
     names = ", ".join(dict.fromkeys(path.name for path in clangs())) or "none"
@@ -64,7 +64,7 @@ def why_none(architecture: str) -> str:
 
 
 def listing_for(architecture: str, name: str) -> str:
-    """The assembly of one object of tools/build_cuda.py."""
+    """Returns the assembly of one object of tools/build_cuda.py."""
     folder = build_hip.BUILD / "clang"
     library = folder / "device-library"
     library.mkdir(parents=True, exist_ok=True)
@@ -83,10 +83,10 @@ def listing_for(architecture: str, name: str) -> str:
         "-S",
     ]
     command += ["-std=c++17", "-O3", "-Wall", "-Wextra", "-Werror", *macros]
-    # Newer ones are for device libraries that are newer, too.
+    # Newer versions need newer device libraries.
     command += ["-mcode-object-version=5"]
     command += [f"-I{build_hip.ROOT}/csrc", f"-I{build_hip.ROOT}/hip", "--rocm-path=/usr"]
-    for bitcode in ("hip.bc", "opencl.bc"):  # what ROCm 5.2's headers call, and newer clangs link no longer
+    for bitcode in ("hip.bc", "opencl.bc"):  # ROCm 5.2's headers call them, newer clangs do not link them
         command += ["-Xclang", "-mlink-builtin-bitcode", "-Xclang", f"{library}/{bitcode}"]
     command += [f"--rocm-device-lib-path={library}", str(source), "-o", str(made)]
     command += [f"-idirafter{folder}" for folder in HIP_HEADERS]

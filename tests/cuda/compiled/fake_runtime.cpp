@@ -1,6 +1,5 @@
-// Stands in for the CUDA runtime where the objects of the library are linked without it: one Hopper device on
-// which nothing runs. It writes down what is launched and which tensor maps are asked for, and refuses the
-// map that it is told to.
+// Replaces the CUDA runtime when the library's objects are linked without it: one Hopper device, on which
+// nothing runs. It records launches and tensor maps, and refuses the map that it is told to.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -11,7 +10,7 @@ namespace {
 
 constexpr int kMultiprocessors = 132;
 
-// Streams other than the usual one are of a green context, which has a quarter of the device.
+// Streams other than the default one belong to a green context with a quarter of the device.
 int multiprocessors_of(cudaStream_t stream) {
   return stream == nullptr ? kMultiprocessors : kMultiprocessors / 4;
 }
@@ -43,8 +42,7 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void*, c
 
 extern "C" {
 
-// Forgets what was written down. The map number `refused` from now on, counted from 1, will be refused; 0:
-// none.
+// Forgets the records. The map number `refused` from now on, counted from 1, will be refused; 0: none.
 PYRUNTIME_API void fake_begin(int refused) {
   launches = encodings = 0;
   refused_from_now = refused;
@@ -52,19 +50,19 @@ PYRUNTIME_API void fake_begin(int refused) {
 PYRUNTIME_API int fake_launches() {
   return launches;
 }
-// Blocks of the last launch, its threads, blocks of a cluster, bytes of shared memory.
+// Writes the last launch's blocks, threads, blocks of a cluster, and bytes of shared memory.
 PYRUNTIME_API void fake_last_launch(long long* out) {
   out[0] = last_launch.grid, out[1] = last_launch.threads, out[2] = last_launch.cluster;
   out[3] = static_cast<long long>(last_launch.shared_bytes);
 }
-// How often the driver has been asked since the process began how many clusters are resident.
+// Returns how often the driver was asked for resident clusters since the process began.
 PYRUNTIME_API int fake_questions() {
   return questions;
 }
 PYRUNTIME_API int fake_encodings() {
   return encodings;
 }
-// Elements of a box in a map's first two dimensions.
+// Writes the elements of a box in a map's first two dimensions.
 PYRUNTIME_API void fake_box(int encoding, unsigned* out) {
   out[0] = last_boxes[encoding][0], out[1] = last_boxes[encoding][1];
 }
@@ -115,7 +113,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void*, v
   return cudaSuccess;
 }
 
-// What the compiler puts into every object.
+// The compiler puts calls of these into every object.
 void** __cudaRegisterFatBinary(void*) {
   static void* none = nullptr;
   return &none;
@@ -127,7 +125,7 @@ void __cudaRegisterFunction(void**, const char*, char*, const char*, int, uint3*
                             int*) {}
 }
 
-// What else the objects of the library call, but not for these launches.
+// Other functions that the library's objects call, but not in these launches.
 #define NEVER_CALLED(name)                          \
   extern "C" void never_called_##name() asm(#name); \
   void never_called_##name() {                      \

@@ -1,5 +1,5 @@
-"""What must hold of the instructions of kernels for GPUs of AMD. Each rule takes a kernel or its tile and
-returns complaints, none where it holds."""
+"""Rules for the instructions of kernels on AMD's GPUs. Each takes a kernel or its tile and returns
+complaints, none if the rule holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.gpu.cdna_code import FLAG, MATRIX, WIDE_LOAD, Kernel
 from bench.gpu.cdna_model import LANES, SHARED_BYTES, SIMDS, VGPRS_PER_SIMD_LANE, Tile
 
 ATOMICS = ("add", "cmpswap")
-"""Of 32-bit integers: what else GPUs of AMD are asked for in uncached memory, they may drop."""
+"""Operations on 32-bit integers; AMD's GPUs may drop other atomics in uncached memory."""
 MATRIX_INSTRUCTIONS = {
     ("gfx90a", "Bf16"): "v_mfma_f32_16x16x16bf16_1k",
     ("gfx90a", "Fp16"): "v_mfma_f32_16x16x16f16",
@@ -21,15 +21,15 @@ MATRIX_INSTRUCTIONS = {
 }
 VGPR_GRANULE = 8
 POLL = {"gfx90a": "glc"}
-"""How a load of a flag is marked that passes the caches; elsewhere sc0 sc1."""
+"""The bits of a flag's load that bypasses the caches; elsewhere sc0 sc1."""
 DROP_CACHES = {"gfx90a": ("buffer_invl2", "buffer_wbinvl1_vol")}
-"""What follows it, so that no load behind it finds what the caches held; elsewhere buffer_inv sc0 sc1."""
+"""The instructions after it, so that later loads do not hit stale caches; elsewhere buffer_inv sc0 sc1."""
 NEAR = 12
-"""Instructions within which one follows another that belongs to it."""
+"""The most instructions between two that belong together."""
 
 
 def multiplies(tile: Tile, architecture: str) -> list[str]:
-    """The loop is matrix instructions of the right type: as many as the tile's FLOPs ask for."""
+    """The loop has exactly the matrix instructions, of the right type, that the tile's FLOPs need."""
     turn = tile.code.turn(tile.loads)
     if turn is None:
         return ["no loop multiplies and brings the next operands by loads of 16 bytes alone"]
@@ -41,7 +41,7 @@ def multiplies(tile: Tile, architecture: str) -> list[str]:
 
 
 def loads_run_ahead(tile: Tile) -> list[str]:
-    """Between the loads of a turn, and from there to the barrier, none of them is waited for."""
+    """No instruction waits for the loads of a turn before its barrier."""
     turn = tile.code.turn(tile.loads) or []
     at = [i for i, line in enumerate(turn) if line.startswith(WIDE_LOAD)]
     if not at:
@@ -58,12 +58,12 @@ def no_scratch(kernel: Kernel) -> list[str]:
 
 
 def calls_nothing(kernel: Kernel) -> list[str]:
-    """Everything is inlined: what a kernel calls is not in its counts of registers and scratch memory."""
+    """Everything is inlined, because counts of registers and scratch memory exclude callees."""
     return [f"a function is called: {line}" for line in kernel.instructions if "swappc" in line]
 
 
 def fits(tile: Tile) -> list[str]:
-    """As many waves and blocks are resident as the tile's configuration says."""
+    """The waves and blocks of the tile's configuration can be resident."""
     complaints = []
     registers = -(-tile.code.vgprs // VGPR_GRANULE) * VGPR_GRANULE * tile.waves_a_simd
     if registers > VGPRS_PER_SIMD_LANE:
@@ -77,13 +77,13 @@ def fits(tile: Tile) -> list[str]:
 
 
 def integer_atomics(kernel: Kernel) -> list[str]:
-    """No floating point, nothing but additions and exchanges, outside of shared memory."""
+    """Atomics outside shared memory are only integer additions and compare-and-swaps."""
     found = re.findall(r"^((?:flat|global|buffer)_atomic_(\w+))", "\n".join(kernel.instructions), re.M)
     return [f"{line} is dropped in uncached memory" for line, what in found if what not in ATOMICS]
 
 
 def flags_follow_data(kernel: Kernel) -> list[str]:
-    """Before every flag: L2 is written back, that is waited for, and nothing but flags is stored since."""
+    """Before every flag L2 is written back, the kernel waits for that, and stores only flags since."""
     complaints = []
     state = "nothing"  # then "written back", "waited for"
     after_mark = False
@@ -104,7 +104,7 @@ def flags_follow_data(kernel: Kernel) -> list[str]:
 
 
 def polls_read_past_the_caches(kernel: Kernel, architecture: str) -> list[str]:
-    """A flag is loaded past the caches, that is waited for, and what they hold is dropped."""
+    """A flag is loaded past the caches, the kernel waits for it, and then invalidates the caches."""
     poll = rf"(flat|global)_load_dwordx2 .* {POLL.get(architecture, 'sc0 sc1')}"
     then = [r"s_waitcnt .*vmcnt\(0\)", *DROP_CACHES.get(architecture, ("buffer_inv sc0 sc1",))]
     lines = kernel.instructions
@@ -114,7 +114,7 @@ def polls_read_past_the_caches(kernel: Kernel, architecture: str) -> list[str]:
 
 
 def stores_leave_before_signals(kernel: Kernel) -> list[str]:
-    """Of a scatter: every wave waits for its stores before the two barriers behind which one signals."""
+    """In a scatter every wave waits for its stores before the two barriers that precede signals."""
     lines = kernel.instructions
     barriers = [at for at, line in enumerate(lines) if line.startswith("s_barrier")]
     drained = sum(_has_drained(lines[max(0, at - NEAR) : at]) for at in barriers)
@@ -122,12 +122,12 @@ def stores_leave_before_signals(kernel: Kernel) -> list[str]:
 
 
 def _in_order(lines: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Whether lines that match the patterns follow each other, with others between."""
+    """Whether lines match the patterns in order, with others between."""
     rest = iter(lines)
     return all(any(re.match(pattern, line) for line in rest) for pattern in patterns)
 
 
 def _has_drained(lines: Sequence[str]) -> bool:
-    """Whether the kernel's own wait for all its stores is among these, and no store follows it."""
+    """Whether the kernel's wait for all its stores is among these lines, and no store follows it."""
     stores = [at for at, line in enumerate(lines) if re.match(r"(global|flat|buffer)_(store|atomic)", line)]
     return "s_waitcnt vmcnt(0)" in lines[max(stores, default=-1) + 1 :]

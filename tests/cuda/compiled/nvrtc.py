@@ -13,23 +13,23 @@ from pathlib import Path
 
 
 class NvrtcError(RuntimeError):
-    """There is no NVRTC here, or it does not compile what it was given."""
+    """Raised if there is no NVRTC, or if it does not compile a source."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of a source."""
+    """A compiled source."""
 
     cubin: bytes
     names: dict[str, str]
-    """Of the kernels in the cubin, by the expressions that they were asked for with."""
+    """The names of the requested kernels in the cubin, by their expressions."""
     log: str
-    """Of the compiler; with --ptxas-options=-v registers and spills of every kernel."""
+    """The compiler's log; with --ptxas-options=-v it has registers and spills of every kernel."""
 
 
 def compile_cubin(source: str, options: Sequence[str], names: Sequence[str]) -> Compiled:
-    """Compiles CUDA C++; `names` are C++ expressions for the kernels that are wanted of it, such as
-    "space::kernel<int>". Raises NvrtcError with the compiler's messages."""
+    """Compiles CUDA C++. names: C++ expressions of the wanted kernels, such as "space::kernel<int>". Raises
+    NvrtcError with the compiler's messages."""
     nvrtc = _library()
     program = c_void_p()
     _check(nvrtc, nvrtc.nvrtcCreateProgram(byref(program), source.encode(), b"variant.cu", 0, None, None))
@@ -51,7 +51,7 @@ def compile_cubin(source: str, options: Sequence[str], names: Sequence[str]) -> 
 
 
 def find_nvrtc() -> Path | None:
-    """The library: of torch or of cupy's packages, of CUDA_HOME or CUDA_PATH, or where the system looks."""
+    """Finds the library in the packages of torch or cupy, in CUDA_HOME or CUDA_PATH, or on the system."""
     for folder in _folders():
         for path in sorted(folder.glob("libnvrtc.so*"), reverse=True):
             return path
@@ -78,7 +78,7 @@ def _library() -> ctypes.CDLL:
         )
     try:
         for builtins in sorted(path.parent.glob("libnvrtc-builtins.so*")):
-            ctypes.CDLL(str(builtins))  # NVRTC asks for it by name, and does not look beside itself
+            ctypes.CDLL(str(builtins))  # NVRTC loads it by name and does not look in its own folder
         nvrtc = ctypes.CDLL(str(path))
     except OSError as error:
         raise NvrtcError(f"NVRTC cannot be loaded: {error}.") from error

@@ -1,4 +1,4 @@
-"""A torch that says it is for ROCm, for processes of their own, and a C++ compiler that compiles nothing."""
+"""Runs other processes with a torch that claims to be for ROCm, and a C++ compiler that compiles nothing."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tests.test_sdist import COMPILER
 from tools.build_cuda import ROOT
 
 HIP = "5.2.21153"
-"""What torch.version.hip says: that of Debian's hipcc."""
+"""The claimed torch.version.hip: that of Debian's hipcc."""
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """Variables under which Python's torch is one for ROCm. Files for that lie in `folder`."""
+    """Returns variables under which Python's torch claims to be for ROCm. Its files are in `folder`."""
     (folder / "sitecustomize.py").write_text(f'import torch\n\ntorch.version.hip = "{HIP}"\n')
     return {**os.environ, "PYTHONPATH": str(folder), **more}
 
 
 def run_setup(folder: Path, **more: str) -> tuple[Path, str]:
-    """`setup.py build_ext` under that torch, as an installation runs it: the package that it makes, of which
-    the kernels alone are real, and what it says."""
+    """Runs `setup.py build_ext` under that torch, as an installation does. Returns the package, in which only
+    the kernels are real, and the output."""
     compiler = folder / "compiler"
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)

@@ -49,7 +49,7 @@ def test_multicast_is_refused_by_name(library: Path) -> None:
     loaded = ctypes.CDLL(str(library))
     loaded.pyruntime_error.restype = ctypes.c_char_p
     assert loaded.pyruntime_can_multicast() == 1
-    assert loaded.pyruntime_error() == b"multicast: GPUs of AMD have no multicast addresses."
+    assert loaded.pyruntime_error() == b"multicast: AMD GPUs have no multicast addresses."
 
 
 def test_shared_memory_beside_what_a_launch_asks_for_is_that_of_the_barrier(library: Path) -> None:

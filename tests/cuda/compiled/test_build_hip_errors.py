@@ -44,8 +44,8 @@ def test_an_architecture_that_the_compiler_does_not_know(hipcc, tmp_path, said):
     with pytest.raises(RuntimeError) as raised:
         build_hip.build(tmp_path / "lib.so")
     assert str(raised.value) == (
-        f"PYTORCH_ROCM_ARCH asks for gfx90a;gfx950, and {tmp_path}/bin/hipcc does not know gfx950; set it to "
-        "the architecture of your GPUs alone, or use a newer ROCm."
+        f"PYTORCH_ROCM_ARCH asks for gfx90a;gfx950, and {tmp_path}/bin/hipcc does not know gfx950; set it "
+        "to only the architecture of your GPUs, or use a newer ROCm."
     )
 
 
@@ -55,14 +55,15 @@ def test_a_compiler_without_its_device_library(hipcc, tmp_path, said, of):
     with pytest.raises(RuntimeError) as raised:
         build_hip.build(tmp_path / "lib.so")
     assert str(raised.value) == (
-        f"the kernels are to be compiled for gfx90a;gfx950, and {tmp_path}/bin/hipcc finds no ROCm device "
-        f"library{of}; install rocm-device-libs of the same ROCm, or name its folder in HIP_DEVICE_LIB_PATH."
+        f"the kernels need a ROCm device library for gfx90a;gfx950, and {tmp_path}/bin/hipcc finds no ROCm "
+        f"device library{of}; install rocm-device-libs of the same ROCm, or name its folder in "
+        "HIP_DEVICE_LIB_PATH."
     )
 
 
 def test_what_else_it_says_is_shown(hipcc, tmp_path):
     hipcc("error: the moon is full", 1)
-    with pytest.raises(RuntimeError, match=r"(?s)do not build for GPUs of AMD:.*the moon is full"):
+    with pytest.raises(RuntimeError, match=r"(?s)do not build for AMD GPUs:.*the moon is full"):
         build_hip.build(tmp_path / "lib.so")
 
 
@@ -77,7 +78,7 @@ def test_a_torch_for_rocm_without_hipcc(tmp_path):
     package, said = rocm_torch.run_setup(tmp_path, ROCM_HOME=str(tmp_path))
     assert not list(package.glob("libpyruntime_*.so"))
     assert (
-        f"is for ROCm {rocm_torch.HIP} and hipcc was not found, so the build is one for CPUs: put the hipcc "
+        f"is for ROCm {rocm_torch.HIP} and hipcc was not found, so this build is for CPUs: put the hipcc "
         "of that ROCm on PATH, or name its folder in ROCM_PATH, and build again."
     ) in said
 

@@ -50,5 +50,5 @@ def test_an_argument_that_is_not_known_is_refused_by_name(run_script, name, argu
 def test_without_arguments_they_build_or_say_in_a_sentence_why_not(run_script, name, compiler):
     done = run_script(name)
     assert (done.returncode, done.stdout) == (1, "")
-    assert f"compiled by {compiler}, which is not on PATH" in done.stderr
+    assert f"need {compiler}, which was not found on PATH" in done.stderr
     assert "Traceback" not in done.stderr

@@ -43,7 +43,7 @@ def test_a_toolkit_without_the_call_for_tensor_maps_builds_without_hopper_and_sa
     assert any("PYRUNTIME_WITH_SM90" in line for line in lines) == is_built
     told = (
         f"{tmp_path}/nvcc is of CUDA {release}, and the kernels for Hopper need CUDA 12.5 or newer: the "
-        "library is built without the kernels for Hopper, and the portable ones take their place.\n"
+        "library is built without the kernels for Hopper; portable ones replace them.\n"
     )
     assert capsys.readouterr().err == ("" if is_built else told)
 

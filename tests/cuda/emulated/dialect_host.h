@@ -21,9 +21,10 @@
 #define PYRUNTIME_KERNEL(threads, blocks) void
 #define PYRUNTIME_PARAMETER const
 #define PYRUNTIME_SHARED(name) unsigned char* name = ::pyruntime::host::current->shared
-#define PYRUNTIME_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...) \
-  (static_cast<void>(stream),                                                \
-   ::pyruntime::host::run_grid(blocks, threads, shared_bytes, [&] { kernel(__VA_ARGS__); }))
+#define PYRUNTIME_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...)                            \
+  ::pyruntime::host::launch(                                                                            \
+      blocks, threads, shared_bytes, stream, [=](const auto&... parameters) { kernel(parameters...); }, \
+      __VA_ARGS__)
 #define PYRUNTIME_CDNA (PYRUNTIME_HOST_WARP == 64)
 
 #define threadIdx (::pyruntime::host::current->thread)
@@ -43,17 +44,14 @@ inline void __syncthreads() {
   ::pyruntime::host::barrier_and(true);
 }
 
-// Blocks are fibers of one thread, so these are atomic as they stand; the value before is returned.
+// Grids of several streams may run at once; the value before is returned.
 inline uint32_t atomicAdd(uint32_t* p, uint32_t value) {
-  const uint32_t before = *p;
-  *p += value;
-  return before;
+  return __atomic_fetch_add(p, value, __ATOMIC_RELAXED);
 }
 
 inline uint32_t atomicCAS(uint32_t* p, uint32_t expected, uint32_t value) {
-  const uint32_t before = *p;
-  if (before == expected) *p = value;
-  return before;
+  __atomic_compare_exchange_n(p, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return expected;
 }
 
 namespace pyruntime::device {
@@ -100,7 +98,9 @@ inline void warp_barrier() {
   host::warp_exchange(&nothing, 1);
 }
 
-inline void fence_device() {}
+inline void fence_device() {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
 
 inline void fence_system() {
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
@@ -165,10 +165,10 @@ inline uint16_t float_to_half(float value) {
   const float size = std::fabs(value);
   if (std::isnan(value)) return sign | 0x7e00;
   if (size == 0) return sign;
-  if (size >= 65520.0f) return sign | 0x7c00;  // what rounds to 65536 is infinite
+  if (size >= 65520.0f) return sign | 0x7c00;  // values that round to 65536 become infinite
   int exponent = 0;
   std::frexp(size, &exponent);
-  const int unit = (exponent < -13 ? -13 : exponent) - 11;  // of the last bit; below 2^-14 it is 2^-24
+  const int unit = (exponent < -13 ? -13 : exponent) - 11;  // exponent of the last bit; -24 below 2^-14
   // nearbyint() rounds to even. A fraction of 2048 carries into the exponent by itself.
   const auto fraction = static_cast<int>(std::nearbyint(std::ldexp(size, -unit)));
   return static_cast<uint16_t>(sign | (((unit + 24) << 10) + fraction));
@@ -217,16 +217,21 @@ int resident_blocks(Kernel, int, int) {
   return 1;
 }
 
-inline void copy(void* to, const void* from, size_t bytes, Stream) {
-  std::memcpy(to, from, bytes);
+inline void copy(void* to, const void* from, size_t bytes, Stream stream) {
+  host::run_on(stream, [=] { std::memcpy(to, from, bytes); });
 }
 
-inline void set_zero(void* to, size_t bytes, Stream) {
-  std::memset(to, 0, bytes);
+inline void make_stream(Stream* stream) {
+  *stream = host::make_stream();
 }
 
-inline void read(void* to, const void* from, size_t bytes, Stream) {
-  std::memcpy(to, from, bytes);
+inline void set_zero(void* to, size_t bytes, Stream stream) {
+  host::run_on(stream, [=] { std::memset(to, 0, bytes); });
+}
+
+inline void copy_now(void* to, const void* from, size_t bytes, Stream stream) {
+  copy(to, from, bytes, stream);
+  host::wait_for(stream);
 }
 
 }  // namespace pyruntime::runtime

@@ -18,17 +18,22 @@ thread_local Thread* current = nullptr;
 
 namespace {
 
-constexpr size_t kStackBytes = size_t{1} << 18;  // reserved; memory comes as it is touched
+constexpr size_t kStackBytes = size_t{1} << 18;  // reserved, and allocated when touched
 constexpr long kIdleNs = 20'000;                 // ranks may outnumber cores
 
 uint64_t schedule_seed = 0;
 int claimed_multiprocessors = 3;
 
+// Streams of whoever has some; nullptr: all happens at once.
+void (*enqueue)(void* stream, void (*run)(void*), void* context) = nullptr;
+void (*wait)(void* stream) = nullptr;
+void* (*make)() = nullptr;
+
 // ---- switching stacks ----
 
 #if defined(__x86_64__)
 
-// A context is its stack pointer; what the calling convention preserves lies on the stack.
+// A context is its stack pointer; the registers that the calling convention preserves are on the stack.
 using Context = void*;
 
 extern "C" void pyruntime_switch_stacks(Context* save, Context load);
@@ -61,7 +66,7 @@ void switch_context(Context& save, Context& load) {
 
 void make_context(Context& context, unsigned char* stack, void (*entry)()) {
   auto** top = reinterpret_cast<void**>(stack + kStackBytes);
-  // As after a call: the address to return to lies 8 bytes below a multiple of 16. An entry never returns.
+  // As after a call: the return address is 8 bytes below a multiple of 16. An entry never returns.
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(entry);
   for (int saved = 0; saved < 6; ++saved) *--top = nullptr;
@@ -90,17 +95,17 @@ void make_context(Context& context, unsigned char* stack, void (*entry)()) {
 
 struct Fiber;
 
-// Threads that wait for each other: those of a block, or of a warp.
+// Threads of a block, or of a warp, that wait for each other.
 struct Meeting {
   int members = 0;
   bool all_true = true;
-  bool outcome = true;  // of the meeting before
+  bool outcome = true;  // of the last meeting
   std::vector<Fiber*> waiting;
 };
 
 struct Warp {
   Meeting meeting;
-  // Two tables: who comes to an exchange has left the one before, but not everyone else has.
+  // Two tables: a thread that comes to an exchange has left the one before, but others may not have.
   unsigned char tables[2][kWarpSize * kMostExchangedBytes];
 };
 
@@ -121,7 +126,7 @@ struct Fiber {
   bool ended = false;
 };
 
-// Stacks are kept: mapping them anew costs more than a small grid. Each thread that runs grids has its own.
+// Keeps stacks: mapping new ones costs more than a small grid. Each thread that runs grids has its own.
 unsigned char* stack(size_t index) {
   static thread_local std::vector<unsigned char*> stacks;
   while (stacks.size() <= index) {
@@ -159,7 +164,7 @@ class Grid {
   Context scheduler_;
   Fiber* running_ = nullptr;
   size_t living_;
-  size_t given_way_ = 0;  // one after the other, with nobody else running
+  size_t given_way_ = 0;  // consecutive yields, with no other progress
   uint64_t random_ = schedule_seed;
 };
 
@@ -218,7 +223,7 @@ Fiber* Grid::next() {
 void Grid::run() {
   while (living_ > 0) {
     if (ready_.empty()) report_stuck();
-    if (given_way_ > ready_.size()) {  // everyone spins: another process has to do something
+    if (given_way_ > ready_.size()) {  // all spin: another process must run
       given_way_ = 0;
       const timespec idle{0, kIdleNs};
       nanosleep(&idle, nullptr);
@@ -260,7 +265,7 @@ void Grid::end() {
   ++running_->block->ended;
   --living_;
   leave();
-  std::abort();  // nobody switches back to a thread that has ended
+  std::abort();  // unreachable: an ended thread never runs again
 }
 
 void Grid::report_stuck() const {
@@ -285,6 +290,23 @@ void run_grid(int blocks, int threads, size_t shared_bytes, const std::function<
   grid = nullptr;
 }
 
+void run_on(void* stream, std::function<void()> run) {
+  if (enqueue == nullptr || stream == nullptr) return run();
+  const auto call = [](void* context) {
+    const std::unique_ptr<std::function<void()>> own(static_cast<std::function<void()>*>(context));
+    (*own)();
+  };
+  enqueue(stream, call, new std::function<void()>(std::move(run)));
+}
+
+void* make_stream() {
+  return make == nullptr ? nullptr : make();
+}
+
+void wait_for(void* stream) {
+  if (enqueue != nullptr && stream != nullptr) wait(stream);
+}
+
 void set_schedule(uint64_t seed) {
   schedule_seed = seed;
 }
@@ -300,7 +322,7 @@ int multiprocessors() {
 bool barrier_and(bool x) {
   Meeting& meeting = grid->running().block->meeting;
   grid->meet(meeting, x);
-  // Nobody can complete the next meeting before this thread has come to it, so the outcome still stands.
+  // The next meeting cannot complete before this thread comes to it, so the outcome is still valid.
   return meeting.outcome;
 }
 
@@ -337,3 +359,12 @@ void copy_async_wait(size_t groups_left) {
 }
 
 }  // namespace pyruntime::host
+
+// From now on kernels run on the streams that their launchers are given: `enqueue` has run(context) called by
+// the stream's thread, `wait` returns when the stream has nothing left, `make` returns a new stream.
+extern "C" void pyruntime_host_use_streams(void (*enqueue)(void*, void (*)(void*), void*),
+                                           void (*wait)(void*), void* (*make)()) {
+  pyruntime::host::enqueue = enqueue;
+  pyruntime::host::wait = wait;
+  pyruntime::host::make = make;
+}

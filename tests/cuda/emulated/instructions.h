@@ -1,7 +1,7 @@
-// The matrix instructions of GPUs, lane by lane as their manuals define them, so that the index arithmetic
-// around them is executed in tests: ldmatrix and mma of the PTX ISA (sections "ldmatrix", "Matrix Fragments
-// for mma.m16n8k16"), v_mfma_f32_16x16x16 of CDNA (AMD's matrix instruction calculator). Sums are fp32, in
-// the order of k; the hardware's order is not documented.
+// Emulates the GPUs' matrix instructions lane by lane from their manuals, so that tests execute the index
+// arithmetic around them: ldmatrix and mma of the PTX ISA (sections "ldmatrix", "Matrix Fragments for
+// mma.m16n8k16"), v_mfma_f32_16x16x16 of CDNA (AMD's matrix instruction calculator). Sums are fp32, in the
+// order of k; the hardware's order is not documented.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,8 @@ inline int lane() {
   return static_cast<int>(current->thread.x) % kWarpSize;
 }
 
-// Four 8x8 matrices of 16-bit elements: lanes 8i to 8i + 7 give the rows of matrix i. Lane l receives
-// elements (l / 4, 2 (l % 4)) and the one to its right, of each; of the transposed matrices where
-// kTransposed.
+// Loads four 8x8 matrices of 16-bit elements: lanes 8i to 8i + 7 give the row addresses of matrix i. Lane l
+// receives element (l / 4, 2 (l % 4)) and the one to its right of each matrix, transposed if kTransposed.
 template <bool kTransposed>
 void load_matrices(uint32_t (&out)[4], const void* row) {
   const unsigned char* table = warp_exchange(&row, sizeof(row));
@@ -58,7 +57,7 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
   }
 }
 
-// D += A B, all 16x16, on 64 lanes that hold 4 consecutive k each.
+// D += A B, all 16x16, on 64 lanes with 4 consecutive k each.
 template <class Convert>
 void mfma_16x16x16(float (&d)[4], const uint16_t (&a)[4], const uint16_t (&b)[4], Convert convert) {
   struct Given {

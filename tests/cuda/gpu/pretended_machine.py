@@ -1,9 +1,8 @@
-"""A machine with a GPU as far as tools/gpu_check.py can tell, in a folder: the project's own tools, and in
-the place of everything else what tells them what they want to hear. torch is a module that names a GPU, nvcc
-a script, and the tests and the benchmark say what they are and end.
+"""A folder that tools/gpu_check.py takes for a machine with a GPU: the project's own tools, and stand-ins for
+everything else. torch is a module that names a GPU, nvcc a script, and tests and benchmark only print.
 
-What runs writes its name into `ran`. What is named by the variable GATE waits there for ever, beside a file
-`at_gate` with its pid.
+Every program writes its name into `ran`. The one that the variable GATE names then waits, for ten minutes,
+and writes its pid into `at_gate`.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ SANITIZER = """#!{python} -S
 passed(f"{{sys.argv[2]}} {{sys.argv[-1]}}")
 """
 
-# One file does not compile. A library is the list of its objects.
+# Does not compile one file. A library is the list of its objects.
 NVCC = """#!{python} -S
 arguments = sys.argv[1:]
 if arguments == ["--version"]:
@@ -101,7 +100,7 @@ else:
 
 
 class Machine:
-    """`folder` is made to be one."""
+    """Makes `folder` such a machine."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -129,6 +128,8 @@ class Machine:
         }
         for name, of in kinds.items():
             self._program(f"tests/cuda/{name}.py", PASS.format(up=3) + TESTS.format(kinds=of))
+        kinds = ("learn",)  # of the tests of simulated devices
+        self._program("tests/device/test_training.py", PASS.format(up=2) + TESTS.format(kinds=kinds))
         for name, text in (("nvcc", NVCC), ("compute-sanitizer", SANITIZER)):
             first, _, rest = text.format(python=sys.executable).partition("\n")
             self._program(f"cuda/bin/{name}", first + PASS.format(up=2) + rest)
@@ -142,7 +143,7 @@ class Machine:
         (self.folder / name).write_text(text)
 
     def start(self, *arguments: str, gate: str = "") -> subprocess.Popen[str]:
-        """The command, which waits at `gate`."""
+        """Starts the command, which waits at `gate`."""
         (self.folder / "at_gate").unlink(missing_ok=True)
         environment = os.environ | {
             "PYTHONPATH": str(self.folder / "packages"),
@@ -160,9 +161,9 @@ class Machine:
         return process.returncode, said
 
     def kill_at(self, gate: str, last: str) -> int:
-        """Ends the command by SIGKILL when `gate` has been reached and the report says `last`; returns the
-        pid of what waited there. With a `last`, no kernel build is cut: one that nothing needs any more would
-        stay so in the report."""
+        """Kills the command when it has reached `gate` and the report contains `last`; returns the pid of the
+        program that waited there. With a `last`, no kernel build is interrupted: if nothing needs it any
+        more, the report would show it unfinished for good."""
         process = self.start(gate=gate)
         waits = self.folder / "at_gate"
         until = time.monotonic() + 120

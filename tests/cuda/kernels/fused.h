@@ -1,4 +1,4 @@
-// A group of ranks that multiply together, and what they must find.
+// The fused GEMMs of a group of ranks, with their expected results.
 #pragma once
 
 #include "ranks.h"
@@ -20,7 +20,7 @@ inline int64_t shard_begin(const Problem& p, int rank) {
   return pyruntime::ChunkPlan(p.m, p.world_size, rank).own().begin;
 }
 
-// ---- all_gather_matmul; `round` names the inputs, which all ranks can draw ----
+// ---- all_gather_matmul; `round` seeds the inputs, which all ranks draw alike ----
 
 template <class T>
 struct Gather {
@@ -71,8 +71,7 @@ inline PyruntimeWorkspace gather_shape(const Problem& p, int dtype) {
   return {p.world_size, p.pieces, p.m * padded(p.k) * bytes};
 }
 
-// This rank's rows to all others, the peer first that needs them first: as the transport of devices puts
-// them.
+// Puts this rank's rows to all others, first to the peer that needs them first, as the device transport does.
 template <class T>
 void put_rows(const Gather<T>& gather, const PyruntimeGroup& group) {
   const Problem& p = gather.p;
@@ -95,7 +94,7 @@ void put_rows(const Gather<T>& gather, const PyruntimeGroup& group) {
 template <class T>
 struct Scatter {
   Problem p;
-  std::vector<std::vector<T>> a, b;  // of each rank
+  std::vector<std::vector<T>> a, b;  // by rank
   std::vector<T> bias;
 
   Scatter(const Problem& problem, uint64_t round) : p(problem), bias(random_values<T>(p.n, 1000 * round)) {
@@ -125,8 +124,8 @@ struct Scatter {
             0};
   }
 
-  // Bit for bit: every rank's part is rounded, then summed in rank order in fp32, then rounded; against
-  // fp64 within what the roundings allow.
+  // Checks c bit for bit: each rank's part is rounded, then summed in rank order in fp32, then rounded. Also
+  // compares it with fp64, within the roundings.
   void check(int rank, const std::vector<T>& c) const {
     const int64_t begin = shard_begin(p, rank), rows = shard_rows(p, rank);
     std::vector<float> sums(p.m * p.n);
@@ -172,7 +171,7 @@ inline PyruntimeWorkspace scatter_shape(const Problem& p, int dtype) {
   return {p.world_size, static_cast<int32_t>(flags), p.world_size * rows * padded(p.n) * bytes};
 }
 
-// ---- epochs; the call's number chooses the slot, as a caller would ----
+// ---- epochs; the call's number chooses the slot, as callers do ----
 
 template <class T>
 std::vector<T> gather_once(const Gather<T>& gather, const Workspaces& workspaces, int rank, int call) {

@@ -1,4 +1,4 @@
-// What tests of kernels in the host dialect share: memory that forked ranks see, workspaces in it, random
+// Helpers of the kernel tests in the host dialect: memory that forked ranks share, workspaces in it, random
 // numbers and GEMMs in fp64.
 #pragma once
 
@@ -36,7 +36,7 @@ inline void nap_ms(long ms) {
   check::equal(__FILE__, __LINE__, #call, std::string((call) == 0 ? "ok" : pyruntime_error()), \
                std::string("ok"))
 
-// Fresh numbers in every run, drawn before any rank is forked, so that all have the same.
+// A fresh seed in every run, drawn before any rank is forked, so that all ranks have it.
 inline const uint64_t kSeed = [] {
   const uint64_t drawn = std::random_device{}();
   std::fprintf(stderr, "seed %llu\n", static_cast<unsigned long long>(drawn));
@@ -48,7 +48,7 @@ constexpr int dtype_of() {
   return std::is_same_v<T, Bf16> ? PYRUNTIME_BF16 : std::is_same_v<T, Fp16> ? PYRUNTIME_FP16 : PYRUNTIME_FP32;
 }
 
-// The same for the same seed on every rank.
+// Returns random values, the same on every rank for the same seed.
 template <class T>
 std::vector<T> random_values(int64_t count, uint64_t seed) {
   std::mt19937_64 draw(kSeed + seed * 7919);
@@ -69,7 +69,7 @@ std::vector<T> poison(int64_t count) {
   return values;
 }
 
-// C in fp64, of operands as PyruntimeLayout lays them out.
+// C in fp64, of operands in a PyruntimeLayout.
 struct Reference {
   std::vector<double> c, size;  // size: sum of |a b|, which bounds the rounding of sums
 };
@@ -107,7 +107,7 @@ constexpr double unit() {
   return std::is_same_v<T, Bf16> ? 1.0 / 256 : std::is_same_v<T, Fp16> ? 1.0 / 2048 : 1.0 / (1 << 24);
 }
 
-// Names the first element that is farther from `wanted` than `allowed`; a NaN is.
+// Fails with the first element that is NaN or farther from `wanted` than `allowed`.
 template <class T, class Wanted, class Allowed>
 void expect_close(const char* what, const T* seen, int64_t pitch, int64_t rows, int64_t columns,
                   const Wanted& wanted, const Allowed& allowed) {
@@ -123,7 +123,7 @@ void expect_close(const char* what, const T* seen, int64_t pitch, int64_t rows, 
   }
 }
 
-// Memory that all ranks forked later share, at one address in all of them: a memfd, as on the CPU path.
+// Memory that all ranks forked later share at the same address: a memfd, as on the CPU path.
 class SharedMemory {
  public:
   explicit SharedMemory(int64_t bytes) : bytes_(bytes) {
@@ -180,12 +180,12 @@ inline std::string description(const PyruntimeFailure& failure) {
   return text;
 }
 
-// From row to row of what travels: whole vectors.
+// The pitch of rows that travel: a multiple of 8 elements.
 inline int64_t padded(int64_t width) {
   return (width + 7) / 8 * 8;
 }
 
-// A plain GEMM: the gather of a group of one rank, whose rows are all its own.
+// Runs a plain GEMM: a gather in a group of one rank.
 inline int multiply_alone(const PyruntimeMatmul& matmul) {
   const Workspaces workspaces({1, 1, 2 * matmul.m * padded(matmul.k)});
   const PyruntimeGroup group = workspaces.group(0);

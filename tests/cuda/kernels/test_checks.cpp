@@ -137,10 +137,30 @@ TEST(support_kernels_check_their_arguments) {
                  "dtype=7; use 0 (bf16), 1 (fp16) or 2 (fp32).");
   EXPECT_REFUSED(pyruntime_reduce(x, parts, 1, 8, PYRUNTIME_FP32, x, 0, nullptr), "width=0");
   PyruntimeAdamwOptions options{1e-3, 0.9, 0.99, 1e-8, 1};
-  const PyruntimeAdamwTensor tensor{x, x, nullptr, x, x, 8, 0.0};
+  PyruntimeAdamwTensor tensor{x, x, nullptr, x, x, 8, 0.0, 0, 0};
   EXPECT_REFUSED(
       pyruntime_adamw(&tensor, 1, PYRUNTIME_BF16, PYRUNTIME_BF16, &options, nullptr, nullptr, nullptr),
       "tensor 0 has a null pointer among");
+  tensor.grad = x;
+  tensor.master = nullptr;
+  const PyruntimeAdamwTensor unlike[2] = {tensor, {x, x, x, x, x, 8, 0.0, 0, 0}};
+  EXPECT_REFUSED(
+      pyruntime_adamw(unlike, 2, PYRUNTIME_BF16, PYRUNTIME_BF16, &options, nullptr, nullptr, nullptr),
+      "tensor 1 has a master, unlike the first one.");
+  EXPECT_REFUSED(
+      pyruntime_adamw(&tensor, 1, PYRUNTIME_FP16, PYRUNTIME_BF16, &options, nullptr, nullptr, nullptr),
+      "the tensors have no masters, and only bf16 is rounded at random.");
+  const PyruntimeAdamwAhead earlier{tensor, x, x}, lacking{unlike[1], nullptr, nullptr};
+  const PyruntimeAdamwAhead late{unlike[1], x, x};
+  EXPECT_REFUSED(
+      pyruntime_adamw_ahead(&earlier, 1, PYRUNTIME_BF16, PYRUNTIME_BF16, &options, &options, 1, nullptr),
+      "tensor 0 has an earlier gradient and no master");
+  EXPECT_REFUSED(
+      pyruntime_adamw_ahead(&lacking, 1, PYRUNTIME_BF16, PYRUNTIME_BF16, &options, nullptr, 1, nullptr),
+      "tensor 0 has no memory for its values ahead.");
+  EXPECT_REFUSED(
+      pyruntime_adamw_ahead(&late, 1, PYRUNTIME_BF16, PYRUNTIME_BF16, &options, nullptr, 1, nullptr),
+      "there are no options of the step before.");
   options.beta2 = 1;
   EXPECT_REFUSED(
       pyruntime_adamw(nullptr, 0, PYRUNTIME_BF16, PYRUNTIME_BF16, &options, nullptr, nullptr, nullptr),

@@ -1,4 +1,7 @@
 // Ranks that do not come: every wait ends, says who was waited for, and nothing is written afterwards.
+#include <chrono>
+#include <thread>
+
 #include "cuda/portable/workspace.cuh"
 #include "fused.h"
 
@@ -9,6 +12,10 @@ using namespace kernels;
 
 constexpr int64_t kDeadline = kSecond / 5;
 constexpr int64_t kPatience = 30 * kSecond;
+
+portable::WorkspaceHeader& header_of(const PyruntimeGroup& group, int rank) {
+  return *static_cast<portable::WorkspaceHeader*>(group.workspaces[rank]);
+}
 
 template <class T>
 bool all_poisoned(const std::vector<T>& values, int64_t begin, int64_t end) {
@@ -76,6 +83,28 @@ TEST(a_scatter_whose_peer_never_sends_names_the_tile_and_leaves_the_result_alone
   });
 }
 
+TEST(a_wait_ends_when_the_host_stops_it_and_nothing_is_written_down) {
+  const Problem p{2, PYRUNTIME_NT, PYRUNTIME_TILES_SMALL, 8, 4, 16};
+  const Workspaces workspaces(gather_shape(p, PYRUNTIME_BF16));
+  check::in_ranks(1, [&](int) {
+    const PyruntimeGroup group = workspaces.group(0, 0, kPatience);
+    const auto begun = std::chrono::steady_clock::now();
+    std::thread host([&] {
+      void* stream = nullptr;
+      EXPECT_OK(pyruntime_new_stream(&stream));
+      nap_ms(50);
+      EXPECT_OK(pyruntime_stop(&group, stream));
+    });
+    EXPECT_OK(pyruntime_await(&group, 1, 0, 1, nullptr));
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begun;
+    host.join();
+    EXPECT(took.count() > 0.04 && took.count() < 10);
+    EXPECT_EQ(failure_of(group).state, PYRUNTIME_NO_FAILURE);
+    EXPECT_EQ(header_of(group, 0).stopped_by, 1u);
+    EXPECT_EQ(header_of(group, 1).stopped_by, 0u);
+  });
+}
+
 // Rank 1 has not finished with its slot, so rank 0 may not write there again.
 TEST(a_put_without_leave_fails_and_tells_the_peer_whose_rows_it_spoils) {
   const Problem p{2, PYRUNTIME_NT, PYRUNTIME_TILES_SMALL, 8, 4, 16};
@@ -104,10 +133,6 @@ TEST(a_put_without_leave_fails_and_tells_the_peer_whose_rows_it_spoils) {
                   "push of rows, rank 0 waiting for rank 1 to have done with slot 0 (expected epoch 1, seen "
                   "0): the deadline has passed."));
   });
-}
-
-portable::WorkspaceHeader& header_of(const PyruntimeGroup& group, int rank) {
-  return *static_cast<portable::WorkspaceHeader*>(group.workspaces[rank]);
 }
 
 // Several streams of a rank fail at once: while one of them still writes the record, the others' copies

@@ -35,9 +35,12 @@ class Sent:
     marks: list[list[bool]]
 
 
-def buckets_of(together: bool, segments: int, dtype: torch.dtype, shapes=SHAPES) -> list[Bucket]:
+def buckets_of(
+    together: bool, segments: int, dtype: torch.dtype, shapes=SHAPES, device: str = "cpu"
+) -> list[Bucket]:
     """The matrices in one bucket, or each in one of its own."""
-    named = [(f"w{i}", nn.Parameter(torch.zeros(shape, dtype=dtype))) for i, shape in enumerate(shapes)]
+    zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+    named = [(f"w{i}", nn.Parameter(zero)) for i, zero in enumerate(zeros)]
     return cut_into_buckets(named, segments, 1 << 30 if together else 1)
 
 
@@ -58,9 +61,21 @@ def send(
 ) -> Sent:
     """Steps of random gradients, of which some values are far larger than others. got: ranks that have a
     gradient for the first matrix; empty: all."""
-    axes = opened(group, transport, stage)
+    return send_over(opened(group, transport, stage), settings, together, dtype, got, shapes)
+
+
+def send_over(
+    axes: Axes,
+    settings: Compression,
+    together: bool = True,
+    dtype: torch.dtype = torch.float32,
+    got: tuple[int, ...] = (),
+    shapes=SHAPES,
+    device: str = "cpu",
+) -> Sent:
+    """The same over axes of ranks on that device."""
     axis = axes.shard if axes.shard.size > 1 else axes.replicate
-    buckets = buckets_of(together, axes.shard.size, dtype, shapes)
+    buckets = buckets_of(together, axes.shard.size, dtype, shapes, device)
     compressor = Compressor(settings, buckets, [], axes)
     generator = torch.Generator().manual_seed(17 + axis.rank)
     places = {id(bucket): i for i, bucket in enumerate(buckets)}
@@ -73,6 +88,7 @@ def send(
     def on_reduced(bucket: Bucket, gradient: Tensor) -> None:
         assert gradient.dtype == dtype and gradient.shape == (bucket.segment_lines, bucket.width)
         i = places[id(bucket)]
+        gradient = gradient.cpu()
         marks[i] = bucket.got(gradient).tolist()
         size = gradient.numel()
         begin = axis.rank * size if bucket.segments > 1 else 0
@@ -99,7 +115,7 @@ def send(
     lost = []
     for one in compressor._packed.values():
         size = one.bucket.lines * one.bucket.width
-        residual = torch.zeros(size) if one.residual is None else one.residual
+        residual = torch.zeros(size) if one.residual is None else one.residual.cpu()
         segments = residual.view(-1, one.bucket.segment_lines, one.bucket.width)
         lost.append(torch.cat([without_marks(one.bucket, each) for each in segments]).flatten().double())
     return Sent(given, reduced, last, lost, compressor.plan, marks)

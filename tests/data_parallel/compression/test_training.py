@@ -103,7 +103,7 @@ def test_over_other_ranks_a_run_goes_on_without_what_was_lost_and_says_so(ranks,
     for changed in (compressed(config, 2, 1, METHODS[0]), compressed(config, 4, 1, METHODS[4])):
         for curves, _, _, left in ranks.run(curves_and_weights, 4, changed, saved):
             assert [step for step, _, _ in curves] == [4, 5]
-            assert "was saved with compression by" in left and "is not taken up" in left
+            assert "was saved with compression by" in left and "are not loaded" in left
 
 
 def test_a_pipeline_s_gradients_are_compressed_too(ranks, tmp_path):
@@ -124,16 +124,19 @@ def test_a_pipeline_s_gradients_are_compressed_too(ranks, tmp_path):
         (
             "parallel",
             {"dp": 1},
-            "compression=quantize is of gradients that data-parallel ranks exchange, and",
+            "compression=quantize needs several data-parallel ranks, and there is one;",
         ),
-        ("parallel", {"zero": 3}, "data_parallel.compression=quantize with parallel.zero=3, where weights"),
+        (
+            "parallel",
+            {"zero": 3},
+            "data_parallel.compression=quantize with parallel.zero=3, which sends weights",
+        ),
         (
             "parallel",
             {"dp": 4, "dp_replicate": 2},
-            "is over one axis, and parallel.dp_replicate=2 makes two;",
+            "works over one axis, and parallel.dp_replicate=2 makes two;",
         ),
-        ("train", {"device": "cuda"}, "is done on the CPU alone; use none on GPUs, or train.device=cpu."),
-        ("optimizer", {"on_bad_step": "skip"}, "what compression keeps has it already;"),
+        ("optimizer", {"on_bad_step": "skip"}, "its gradient is already in the compression residuals;"),
         ("data_parallel", {"compression_bits": 9}, "compression_bits must be between 1 and 8, found 9."),
         (
             "data_parallel",

@@ -107,7 +107,7 @@ def test_the_next_batch_is_read_while_a_step_computes(tmp_path, monkeypatch):
 
 def test_tokens_that_the_model_does_not_have_are_refused(tmp_path):
     made = Batches(numbers(tmp_path, [5000]), 1, batch_size=8, seq_len=32, vocab_size=1000)
-    with pytest.raises(ConfigError, match=r"go up to \d+, and the model's vocabulary holds 1000; "):
+    with pytest.raises(ConfigError, match=r"go up to \d+, but the model's vocabulary has 1000; "):
         [made.read(8 * step) for step in range(10)]
 
 

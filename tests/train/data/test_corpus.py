@@ -1,6 +1,7 @@
 """Files become tokens: all of them, once, split without overlap, the same every time."""
 
 import os
+import random
 import socket
 import sysconfig
 from pathlib import Path
@@ -8,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pyruntime.train.data import corpus, documents
-from pyruntime.train.data.corpus import Tokens
+from pyruntime.train.data import documents
+from pyruntime.train.data.corpus_tokens import Tokens, bytes_before
 from pyruntime.train.errors import ConfigError
 from tests.train.data.texts import array, build, everything, halves, write_shard
 
 
 def make_files(folder: Path, count: int = 40) -> dict[str, bytes]:
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.getrandbits(64))
     contents = {}
     for number in range(count):
         content = b"%d:" % number + bytes(rng.integers(32, 127, size=int(rng.integers(1, 400))).tolist())
@@ -114,7 +115,7 @@ def test_a_python_without_sources_is_refused(tmp_path, monkeypatch):
 
 
 def test_tokens_of_several_shards_are_one_stream_with_their_documents_and_bytes(tmp_path):
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.getrandbits(64))
     lengths = rng.integers(1, 30, size=25)
     texts = [rng.integers(1000, size=int(length)) for length in lengths]
     shards = [
@@ -135,7 +136,7 @@ def test_tokens_of_several_shards_are_one_stream_with_their_documents_and_bytes(
 def test_bytes_of_the_held_out_tokens_are_counted():
     lengths = [(10, 40), (5, 10), (4, 20)]  # (tokens, bytes) of three documents
     ends = np.cumsum(np.array(lengths), axis=0).T
-    assert [corpus.bytes_before(ends, 19 - last) for last in (0, 4, 9, 14, 19)] == [70, 50, 40, 20, 0]
+    assert [bytes_before(ends, 19 - last) for last in (0, 4, 9, 14, 19)] == [70, 50, 40, 20, 0]
 
 
 def test_several_sources_are_split_each_by_itself_and_sets_go_by_their_names(tmp_path):
@@ -161,5 +162,5 @@ def test_two_sets_of_one_name_and_one_that_is_too_short_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="two of them are called text"):
         build(paths, tmp_path, weights=(1.0, 1.0))
     (tmp_path / "few.txt").write_text("few")
-    with pytest.raises(ConfigError, match=r"needs at least 65 tokens, and the 4 tokens of .*few\.txt"):
+    with pytest.raises(ConfigError, match=r"needs at least 65 tokens, but the 4 tokens of .*few\.txt"):
         build(paths[:1], tmp_path, seq_len=64, val_fraction=0.5, val_paths=(str(tmp_path / "few.txt"),))

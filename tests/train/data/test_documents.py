@@ -56,7 +56,7 @@ def test_a_line_without_text_is_refused_by_file_and_number(tmp_path, line, findi
         build([path], tmp_path)
     message = str(refused.value)
     assert message.startswith(f"data.paths: {path}, line 3 {finding}")
-    assert message.endswith('a .jsonl file holds an object with a string "text" in every line.')
+    assert message.endswith('every line of a .jsonl file must be an object with a string "text".')
     assert not list((tmp_path / "cache").iterdir())
 
 

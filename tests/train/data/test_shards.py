@@ -1,5 +1,7 @@
 """A shard is read as it was written; one that was cut off, changed or is no shard is told."""
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,7 +23,7 @@ from tests.train.data.texts import write_shard
 
 @pytest.mark.parametrize("vocab_size", [256, 257, 65536, 65537])
 def test_tokens_come_back_in_the_smallest_type(tmp_path, vocab_size):
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.getrandbits(64))
     documents = [rng.integers(vocab_size, size=int(n)).astype(np.uint32) for n in rng.integers(0, 50, 9)]
     shard = write_shard(tmp_path / "a", documents, dtype_of(vocab_size))
     assert shard.tokens.itemsize == {256: 1, 257: 2, 65536: 2, 65537: 4}[vocab_size]

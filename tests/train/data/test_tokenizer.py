@@ -135,7 +135,9 @@ def test_a_tokenizer_in_another_form_is_what_transformers_makes_of_it(bpe, tmp_p
     with pytest.raises(ConfigError, match=r"holds no tokenizer\.json, and ByT5Tokenizer of transformers"):
         open_tokenizer(str(tmp_path))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"empty holds no tokenizer\.json, and transformers makes none"):
+    with pytest.raises(
+        ConfigError, match=r"empty holds no tokenizer\.json, and transformers cannot make one"
+    ):
         open_tokenizer(str(tmp_path / "empty"))
 
 
@@ -143,7 +145,7 @@ def test_a_tokenizer_in_another_form_is_what_transformers_makes_of_it(bpe, tmp_p
 def test_a_wrong_tokenizer_config_is_refused_in_a_sentence(bpe, tmp_path, content):
     shutil.copyfile(bpe, tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json (is damaged|says that a text ends with)"):
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json (is damaged|ends a text with)"):
         open_tokenizer(str(tmp_path))
 
 

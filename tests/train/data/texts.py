@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ def lines_file(folder: Path, texts, name="text.jsonl") -> Path:
 
 def words(count: int, most: int = 60) -> list[str]:
     """So many documents of 1 to `most` random words."""
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.getrandbits(64))
     return [
         " ".join(map(str, rng.integers(10**6, size=int(n)))) for n in rng.integers(1, most + 1, size=count)
     ]

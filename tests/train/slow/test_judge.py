@@ -1,6 +1,7 @@
 """A rank that computes longer than its peers, and a link that sends slower, are named; noise names none."""
 
 import itertools
+import random
 from statistics import median
 
 import numpy as np
@@ -57,7 +58,7 @@ def test_windows_that_are_late_now_and_then_are_not_said():
 
 
 def test_a_rank_is_compared_with_the_median_of_all_others_of_its_role():
-    generator = np.random.default_rng()
+    generator = np.random.default_rng(random.getrandbits(64))
     for ranks in range(2, 9):
         seconds = (1 + generator.integers(0, 4, ranks)).tolist()  # some alike
         slow = int(generator.integers(ranks))
@@ -96,7 +97,7 @@ def measured(seconds):
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize(("ranks", "every"), [(2, EVERY), (4, FEWEST), (32, EVERY)])
 def test_noise_alone_names_nobody(noise, ranks, every):
-    generator = np.random.default_rng()
+    generator = np.random.default_rng(random.getrandbits(64))
     judge = judge_of(ranks, every)
     for _ in range(400 if ranks < 32 else 60):
         assert judge.add(measured(NOISES[noise](generator, (ranks, every)))) == []
@@ -104,7 +105,7 @@ def test_noise_alone_names_nobody(noise, ranks, every):
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_slow_rank_is_found_through_noise_and_no_other(ranks):
-    generator = np.random.default_rng()
+    generator = np.random.default_rng(random.getrandbits(64))
     slow = int(generator.integers(ranks))
     judge = judge_of(ranks)
     for number in range(40):
@@ -164,7 +165,7 @@ def test_links_of_a_slow_rank_are_not_blamed_and_noisy_ones_neither():
     judge = judge_of(3)
     found = [judge.add(over_links([1.0, 1.0, 2.0], {(1, 2), (2, 0)}, 10.0)) for _ in range(2 * WINDOWS)]
     assert {(each.rank, each.traffic) for each in itertools.chain(*found)} == {(2, None)}
-    generator, judge = np.random.default_rng(), judge_of(4)
+    generator, judge = np.random.default_rng(random.getrandbits(64)), judge_of(4)
     for _ in range(300):
         noisy = [
             Window(1.0, links={"dp": [HostLink(to, 1e-8 * generator.lognormal(0, 0.15)) for to in ends]})

@@ -48,8 +48,8 @@ int pyruntime_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatm
     check_gather(view, matmul);
     require(matmul->m == 0 || matmul->n == 0 || matmul->c != nullptr, "c is a null pointer.");
     PyruntimeMatmul request = *matmul;
-    // Room for the waits and signals of this rank's own puts: while all multiprocessors are full of blocks
-    // that wait for the others' puts, and those of the others likewise, nobody ever sends.
+    // Leaves room for the waits and signals of this rank's own puts. If all multiprocessors, here and on the
+    // other ranks, were full of blocks that wait for puts, no rank could send.
     if (view.world_size() > 1 && request.spare_blocks == 0) request.spare_blocks = 1;
     launch_job(request, order_of_rows(*group, request.m), stream,
                [&](const TileSchedule& schedule, auto matrices) {

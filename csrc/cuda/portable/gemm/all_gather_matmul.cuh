@@ -1,5 +1,5 @@
-// C = gather(A_shard) B in one kernel: tiles of the own rows first, then those of rank + 1, rank + 2, ... as
-// their rows come into this rank's slot; or, where rows come around rings, of the pieces as these come.
+// C = gather(A_shard) B in one kernel: first the tiles of its own rows, then those of rank + 1, rank + 2, ...
+// as their rows arrive in this rank's slot; around rings, the pieces in the order of the rings.
 #pragma once
 
 #include "cuda/portable/workspace.cuh"
@@ -8,18 +8,18 @@
 
 namespace pyruntime::portable {
 
-// Rows of a gather lie in the slot with whole vectors, whatever k is.
+// Returns the pitch of gathered rows in the slot, a multiple of 8 elements for any k.
 PYRUNTIME_HOST_DEVICE int64_t padded_width(int64_t width) {
   return (width + 7) / 8 * 8;
 }
 
-// First row of piece `piece` of `rows` rows, cut as ChunkPlan cuts them.
+// Returns the first row of a piece of `rows` rows, cut as ChunkPlan cuts them.
 PYRUNTIME_HOST_DEVICE int first_row_of_piece(int rows, int pieces, int piece) {
   const int longer = rows % pieces;  // the first pieces have one row more
   return piece * (rows / pieces) + (piece < longer ? piece : longer);
 }
 
-// Waits for all pieces in which the tile has rows; by one thread. False: stop.
+// Waits for all pieces that contain rows of the tile; called by one thread. False: stop.
 PYRUNTIME_DEVICE bool rows_arrived(const Group& group, const Tile& tile, uint64_t epoch) {
   const int owner = tile.chunk.owner, pieces = group.pieces;
   if (owner == group.rank) return !has_failed(group);
@@ -53,7 +53,7 @@ struct GatherJob {
     uint64_t epoch;
 
     PYRUNTIME_DEVICE bool begin(const Tile& tile) {
-      // One thread acquires and the barrier passes it on. The copies that follow go past L1.
+      // One thread acquires and the barrier passes it on. The copies that follow bypass L1.
       return device::barrier_and(threadIdx.x != 0 || rows_arrived(job.group, tile, epoch));
     }
     PYRUNTIME_DEVICE Operand<T> a(const Tile& tile) const {
@@ -84,7 +84,7 @@ struct GatherJob {
   PYRUNTIME_DEVICE Run start() const { return {*this, group.control().epochs + 1}; }
 };
 
-// By launchers: the GEMM is checked against the group's workspace.
+// For launchers: checks the GEMM against the group's workspace.
 void check_gather(const Group& group, const PyruntimeMatmul* matmul);
 
 }  // namespace pyruntime::portable

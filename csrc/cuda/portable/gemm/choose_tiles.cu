@@ -6,7 +6,7 @@ using namespace pyruntime::portable;
 
 int pyruntime_choose_tiles(int64_t chunk_rows, int64_t m, int64_t n) {
   if (runtime::shared_bytes_per_block() < LargeTiles::kSharedBytes) return PYRUNTIME_TILES_SMALL;
-  // Large tiles are the quicker ones where they are filled, and where there is one for every multiprocessor.
+  // Large tiles are faster if they are mostly filled and there is one for every multiprocessor.
   const auto tiles = [](int64_t size, int64_t tile) { return (size + tile - 1) / tile; };
   const int64_t across = tiles(n, LargeTiles::kTileColumns);
   const int64_t count = tiles(m, LargeTiles::kTileRows) * across;

@@ -1,5 +1,5 @@
-// How a job is launched: one declaration for the launchers, one definition for each (tiles, job), compiled by
-// instances.cu in objects of their own, because they are what takes long to compile.
+// Launches a job: one declaration for the launchers, one definition for each (tiles, job), which instances.cu
+// compiles into separate objects because these take long to compile.
 #pragma once
 
 #include <type_traits>
@@ -18,14 +18,14 @@ void launch_layout(const Job& job, const PyruntimeMatmul& matmul, void* stream) 
   const auto kernel = tile_gemm<Config, typename Job::Element, kLayout, Job>;
   runtime::allow_shared_bytes(kernel, Config::kSharedBytes);
   const int resident = runtime::resident_blocks(kernel, Config::kThreads, Config::kSharedBytes);
-  // A grid that is resident as a whole: its blocks wait for other ranks.
+  // The whole grid must be resident, because its blocks wait for other ranks.
   const int fit = blocks_for(job.schedule.count(), matmul.most_blocks, resident < 1 ? 1 : resident);
   const int most = runtime::multiprocessors() * resident - matmul.spare_blocks;
   const int blocks = fit < most ? fit : most < 1 ? 1 : most;
   PYRUNTIME_LAUNCH(kernel, blocks, Config::kThreads, Config::kSharedBytes, stream, job);
 }
 
-// Calls use(Config{}) with the tiles that are asked for.
+// Calls use(Config{}) with the requested tiles.
 template <class Use>
 void with_tiles(int32_t tiles, const Use& use) {
   const int room = runtime::shared_bytes_per_block();
@@ -54,8 +54,7 @@ Matrices<T> matrices_of(const PyruntimeMatmul& matmul) {
           matmul.ldc};
 }
 
-// Launches make(schedule, matrices), a job, in the tiles and the element that are asked for. `order`: of the
-// chunks.
+// Launches the job make(schedule, matrices) with the requested tiles and element type. order: of the chunks.
 template <class Make>
 void launch_job(const PyruntimeMatmul& matmul, const std::vector<Chunk>& order, void* stream,
                 const Make& make) {

@@ -1,10 +1,10 @@
-// C = this rank's rows of the sum over ranks of A B in one kernel. Tiles of the next rank's rows come first
-// and this rank's own last. A finished tile goes into its owner's slot, and its signals follow; an own tile,
-// when it is finished, is summed with those that the others have sent meanwhile, straight from shared memory.
-// So nothing is left to do when the last GEMM ends.
+// C = this rank's rows of the sum over ranks of A B, in one kernel. Tiles of the next rank's rows come first
+// and this rank's own last. A finished tile for another rank goes into its owner's slot, followed by its
+// signals. A finished own tile is summed with the others' tiles straight from shared memory, so nothing
+// remains to be done after the last GEMM.
 //
-// No block waits for another's own tile, and tiles for others wait only for the epoch before, so there is
-// always someone who can go on.
+// No block waits for another block's own tile, and tiles for others wait only for the epoch before. So some
+// rank can always proceed.
 #pragma once
 
 #include "cuda/portable/workspace.cuh"
@@ -13,8 +13,9 @@
 
 namespace pyruntime::portable {
 
-// The sum over all ranks of 8 elements, of which `existing` exist: parts in rank order in fp32, this rank's
-// own among them, then the bias, rounded once. The others' parts lie `stride` elements apart from `parts` on.
+// Returns the sum over all ranks of 8 elements, of which `existing` exist: parts in rank order in fp32, this
+// rank's own among them, then the bias, rounded once. The others' parts start at `parts` and are `stride`
+// elements apart.
 template <class T>
 PYRUNTIME_DEVICE Vector<T> sum_of_parts(const T* parts, int64_t stride, const Group& group,
                                         const Vector<T>& own, const T* bias, int existing) {
@@ -34,7 +35,7 @@ PYRUNTIME_DEVICE Vector<T> sum_of_parts(const T* parts, int64_t stride, const Gr
   return rounded;
 }
 
-// By one thread, when the part is written: raises its signals in the owner's slot.
+// Raises the signals of a part in the owner's slot; called by one thread after the part is written.
 PYRUNTIME_DEVICE void raise_signals(const Group& group, int owner, const Signals& signals, uint64_t epoch) {
   device::release_system();
   for (int i = 0; i < signals.count(); ++i) {
@@ -50,7 +51,7 @@ struct ScatterJob {
   int64_t k;
   Matrices<T> matrices;
   Group group;
-  int64_t part_elements;  // of one rank's part in the slot
+  int64_t part_elements;  // in one rank's part of the slot
   int64_t part_pitch;     // whole vectors
 
   PYRUNTIME_DEVICE const T* early_bias() const { return nullptr; }
@@ -61,7 +62,7 @@ struct ScatterJob {
 
     PYRUNTIME_DEVICE bool is_own(const Tile& tile) const { return tile.chunk.owner == job.group.rank; }
 
-    // Where `source`'s part of an element of the tile lies in the owner's slot.
+    // Returns the address, in the owner's slot, of `source`'s part of an element of the tile.
     PYRUNTIME_DEVICE T* part(const Tile& tile, int source, int row, int column) const {
       return job.group.template data<T>(tile.chunk.owner) + source * job.part_elements +
              (tile.row + row) * job.part_pitch + tile.column + column;
@@ -85,7 +86,7 @@ struct ScatterJob {
       return device::barrier_and(!is_own(tile) || parts_arrived(tile));
     }
 
-    // Every thread waits for some signals of some peers.
+    // Each thread waits for some of the peers' signals.
     PYRUNTIME_DEVICE bool parts_arrived(const Tile& tile) const {
       const Group& group = job.group;
       const Signals signals = signals_of(tile, job.schedule.columns);
@@ -121,10 +122,10 @@ struct ScatterJob {
   PYRUNTIME_DEVICE Run start() const { return {*this, group.control().epochs + 1}; }
 };
 
-// By launchers: elements of the largest part of any rank, and from row to row of a part.
+// For launchers: the elements of the largest part of any rank, and of a row of a part.
 int64_t part_elements(int64_t m, int64_t n, int world_size);
 int64_t part_pitch(int64_t n);
-// The GEMM is checked against the group's workspace.
+// Checks the GEMM against the group's workspace.
 void check_scatter(const Group& group, const PyruntimeMatmul& matmul);
 
 }  // namespace pyruntime::portable

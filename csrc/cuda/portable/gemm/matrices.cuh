@@ -1,4 +1,4 @@
-// Where the operands of a fused GEMM lie in memory, and how its results are stored.
+// The operands of a fused GEMM in memory, and the storing of its results.
 #pragma once
 
 #include "operand_tile.cuh"
@@ -17,7 +17,7 @@ struct Matrices {
   int64_t lda, ldb, ldc;
 };
 
-// `rows` rows of A from row `first` on, and the columns of B of a tile.
+// operand_a: `rows` rows of A from row `first` on; operand_b: a tile's columns of B.
 template <class T>
 PYRUNTIME_DEVICE Operand<T> operand_a(const T* a, int64_t lda, int64_t first, int rows) {
   return {a + first * lda, lda, rows};
@@ -28,7 +28,7 @@ PYRUNTIME_DEVICE Operand<T> operand_b(const Matrices<T>& m, const Tile& tile) {
   return {kLayout == PYRUNTIME_NT ? m.b + tile.column * m.ldb : m.b + tile.column, m.ldb, tile.columns};
 }
 
-// Writes the elements of `vector` that exist: `count` of them, as one access where that is possible.
+// Writes the first `count` elements of `vector`, which exist; as one access if possible.
 template <class T>
 PYRUNTIME_DEVICE void store_existing(T* to, const Vector<T>& vector, int count) {
   if (count >= Vector<T>::kCount && is_aligned(to)) return store_vector(to, vector);

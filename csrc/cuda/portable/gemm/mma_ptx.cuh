@@ -1,5 +1,5 @@
-// GEMMs of 16x16x16 by a warp of 32: mma.sync of NVIDIA GPUs, and on the host its emulation. B is taken as
-// two halves of 8 columns.
+// GEMMs of 16x16x16 by a warp of 32 lanes: mma.sync on NVIDIA GPUs, and its emulation on the host. B is two
+// halves of 8 columns.
 #pragma once
 
 #include "cuda/compat.h"
@@ -54,7 +54,7 @@ void multiply_half(T, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)
 
 template <class T>
 struct Mma {
-  static constexpr int kDepth = 16;  // of k at once
+  static constexpr int kDepth = 16;  // elements of k in one step
 
   struct A {
     uint32_t words[4];
@@ -64,14 +64,14 @@ struct Mma {
     float halves[2][4];
   };
 
-  // A's element (row, k) and B's (k, column) are read alike: 8x8 matrices, one for every 8 lanes.
+  // A and B are read in the same way: as 8x8 matrices, one for every 8 lanes.
   template <class Tile>
   static PYRUNTIME_DEVICE void load_a(A& a, const unsigned char* tile, int row, int k, int lane) {
     const int matrix = lane / 8, line = lane % 8;
     load_matrices<false>(a.words, tile + Tile::offset_of(row + matrix % 2 * 8 + line, k + matrix / 2 * 8));
   }
 
-  // Of kUnits GEMMs beside each other, from `column` on.
+  // Loads B for kUnits adjacent GEMMs, from `column` on.
   template <class Tile, bool kAlongK, int kUnits>
   static PYRUNTIME_DEVICE void load_b(B (&b)[kUnits], const unsigned char* tile, int column, int k,
                                       int lane) {
@@ -93,8 +93,7 @@ struct Mma {
     }
   }
 
-  // Calls store(row, column, values) for what this lane holds of GEMMs beside each other; the values lie side
-  // by side in a row.
+  // Calls store(row, column, values) for this lane's sums of adjacent GEMMs; values are adjacent in a row.
   template <bool kAlongK, int kUnits, class Store>
   static PYRUNTIME_DEVICE void for_each(const Sum (&sums)[kUnits], int lane, const Store& store) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// C = A B on the matrices of one rank; nothing travels. What tuning times by other tiles than the library has
+// C = A B on one rank's matrices; nothing travels. Tuning times other tiles than the library's with it
 // (pyruntime/cuda/nvrtc_tiles.py).
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace pyruntime::portable {
 
-// All rows as one chunk.
+// A schedule with all rows as one chunk.
 template <class Config>
 struct OneChunk {
   int64_t rows, columns;
@@ -23,7 +23,7 @@ struct OneChunk {
   }
 };
 
-// Python hands it over as an array: 8 bytes a field, in this order. It is its own Run.
+// Python passes it as an array, 8 bytes a field, in this order. It is its own Run.
 template <class Config, class T>
 struct OneRankJob {
   OneChunk<Config> schedule;

@@ -1,5 +1,5 @@
-// A tile of one operand of a GEMM in shared memory: where each element lies, and which part of it each
-// thread brings. How they come there is the pipeline's (pipeline_async.cuh, pipeline_registers.cuh).
+// A tile of one operand of a GEMM in shared memory: the place of each element, and the part that each thread
+// loads. The pipelines load it (pipeline_async.cuh, pipeline_registers.cuh).
 #pragma once
 
 #include "cuda/compat.h"
@@ -7,14 +7,14 @@
 
 namespace pyruntime::portable {
 
-// Of k in a tile.
+// Elements of k in a tile.
 #if PYRUNTIME_CDNA
-constexpr int kDepth = 32;  // two stages of it leave room for the large tiles' results
+constexpr int kDepth = 32;  // two stages leave room for the large tiles' results
 #else
 constexpr int kDepth = 64;
 #endif
 
-// The part of an operand that one tile of the GEMM needs: `rows` rows of A (columns of B) from `data` on.
+// The part of an operand for one tile of the GEMM: `rows` rows of A (columns of B) from `data` on.
 template <class T>
 struct Operand {
   const T* data;
@@ -22,11 +22,11 @@ struct Operand {
   int rows;
 };
 
-// kAlongK: k is contiguous in memory, and a line is a row; otherwise a line is what all rows have at one k.
-// Lines lie in shared memory as 16-byte chunks, whose place is exclusive-ored with the line's number: the
-// same chunk of 8 lines that follow each other then lies in 8 different groups of banks. Where a line has 4
-// chunks, two lines share what all banks hold at once. CDNA reads columns from lines of all rows 128 bytes of
-// one line at a time, which need no such order.
+// kAlongK: k is contiguous in memory, and a line is a row. Otherwise a line has the elements of all rows at
+// one k. In shared memory a line is a sequence of 16-byte chunks, whose index is xored with the line's
+// number. So the same chunk of 8 consecutive lines is in 8 different groups of banks; lines of 4 chunks share
+// the banks in pairs. CDNA reads columns from lines of all rows, 128 bytes of a line at a time, without
+// swizzle.
 template <class T, bool kAlongK, int kRows, int kThreads>
 struct OperandTile {
   static constexpr int kTileRows = kRows;
@@ -34,7 +34,7 @@ struct OperandTile {
   static constexpr int kChunks = (kAlongK ? kDepth : kRows) / 8;
   static constexpr int kLineBytes = kChunks * 16;
   static constexpr int kBytes = kLines * kLineBytes;
-  // The lines that a thread takes part in lie so far apart; a multiple of 8, so that they are swizzled alike.
+  // Distance between the lines of one thread; a multiple of 8, so that they are swizzled alike.
   static constexpr int kStep = kThreads / kChunks;
   static constexpr int kParts = kLines / kStep;
   static constexpr int kLinesAcrossBanks = kChunks < 8 ? 8 / kChunks : 1;
@@ -50,20 +50,20 @@ struct OperandTile {
     return (line * kChunks + (kSwizzled ? chunk ^ line % 8 / kLinesAcrossBanks : chunk)) * 16;
   }
 
-  // Where element (row, k) lies; k and row are multiples of what is read at once.
+  // Returns the offset of element (row, k); k and row are multiples of what is read at once.
   static PYRUNTIME_DEVICE int offset_of(int row, int k) {
     return kAlongK ? offset(row, k / 8) + k % 8 * 2 : offset(k, row / 8) + row % 8 * 2;
   }
 
-  // Where this thread's part i lies.
+  // Returns the offset of this thread's part i.
   static PYRUNTIME_DEVICE int offset_of_part(int i) {
     const int thread = static_cast<int>(threadIdx.x);
     return offset(thread / kChunks, thread % kChunks) + i * kStep * kChunks * 16;
   }
 
-  // By all threads: use(i, to, source, count) for each of a thread's kParts parts. A part is 8 elements,
-  // which belong at offset `to` of the tile; the first `count` of them exist, at `source`, and the others are
-  // zero. `depth` of the k that are left exist.
+  // Calls use(i, to, source, count) for each of a thread's kParts parts; called by all threads. A part is 8
+  // elements at offset `to` of the tile: the first `count` exist, at `source`, and the others are zero.
+  // `depth` of the remaining k exist.
   template <int kUnroll, class Use>
   static PYRUNTIME_DEVICE void each_part(const Operand<T>& from, int first_k, int depth, const Use& use) {
     const int first_line = static_cast<int>(threadIdx.x) / kChunks,
@@ -86,7 +86,7 @@ PYRUNTIME_DEVICE bool takes_vectors(const Operand<T>& operand) {
   return is_aligned(operand.data) && operand.pitch % Vector<T>::kCount == 0;
 }
 
-// The elements of a part, one by one: slow, and right for any alignment.
+// Loads the elements of a part one by one: slow, but correct for any alignment.
 template <class T>
 PYRUNTIME_DEVICE Vector<T> load_elements(const T* source, int count) {
   Vector<T> vector;

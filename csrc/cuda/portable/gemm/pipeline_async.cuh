@@ -1,5 +1,5 @@
-// Tiles of operands on their way into shared memory by cp.async (PTX ISA, "Asynchronous copy"): kStages tiles
-// of A and B in shared memory, of which one is multiplied while the others arrive.
+// Loads operand tiles into shared memory by cp.async (PTX ISA, "Asynchronous copy"): of kStages tiles of A
+// and B, one is multiplied while the others arrive.
 #pragma once
 
 #include "operand_tile.cuh"
@@ -12,7 +12,7 @@ PYRUNTIME_DEVICE void load_tile(unsigned char* tile, const Operand<T>& from, int
   if (aligned) {
     OperandTile::template each_part<OperandTile::kParts>(
         from, first_k, depth, [&](int, int to, const T* source, int count) {
-          // Nothing is read where nothing exists, but the address has to be one that does.
+          // Copies nothing if no element exists, but still needs a valid address.
           device::copy_async(tile + to, count > 0 ? source : from.data, count * 2);
         });
   } else {
@@ -22,7 +22,7 @@ PYRUNTIME_DEVICE void load_tile(unsigned char* tile, const Operand<T>& from, int
   }
 }
 
-// sums = A B over all k of a Gemm (TileGemm). Ends with a barrier: shared memory is free.
+// sums = A B over all k of a Gemm (TileGemm). Ends with a barrier, after which shared memory is free.
 template <class Gemm, class T>
 PYRUNTIME_DEVICE void run_pipeline(typename Gemm::Sums& sums, unsigned char* shared, const Operand<T>& a,
                                    const Operand<T>& b, int64_t k) {
@@ -39,12 +39,12 @@ PYRUNTIME_DEVICE void run_pipeline(typename Gemm::Sums& sums, unsigned char* sha
       load_tile<ATile>(stage(step), a, first, depth, a_aligned);
       load_tile<BTile>(stage(step) + ATile::kBytes, b, first, depth, b_aligned);
     }
-    device::copy_async_commit();  // empty ones too: the wait below counts groups
+    device::copy_async_commit();  // also empty groups, because the wait below counts groups
   };
   for (int step = 0; step < kStages - 1; ++step) load(step);
   for (int step = 0; step < steps; ++step) {
     device::copy_async_wait<kStages - 2>();
-    // All threads' copies of this step are there, and all have read the stage that is filled next.
+    // All threads' copies of this step have arrived, and all threads have read the stage that is filled next.
     __syncthreads();
     load(step + kStages - 1);
 #pragma unroll

@@ -1,14 +1,13 @@
-// The persistent tile GEMM that all fused kernels share. A Job holds the schedule of tiles, k, and a bias
-// to add before rounding (early_bias(), or nullptr). Its start() gives a Run, which says what must have
-// arrived before a tile is read, and where a finished tile goes; all its functions but store() are called by
-// all threads:
+// The persistent tile GEMM of all fused kernels. A Job has the schedule of tiles, k, and early_bias(): a bias
+// to add before rounding, or nullptr. Its start() returns a Run, which decides what must have arrived before
+// a tile is read and where a finished tile goes. All threads call all functions of a Run except store():
 //
-//   bool begin(tile)                before anything is read; false: stop
+//   bool begin(tile)                before the tile is read; false: stop
 //   Operand<T> a(tile), b<layout>(tile)
-//   bool before_store(tile)         a barrier, when the GEMM is staged; false: stop
-//   void store(tile, row, column, vector)   8 elements of the tile; some may lie beyond its last column
+//   bool before_store(tile)         a barrier, after the result is staged; false: stop
+//   void store(tile, row, column, vector)   8 elements of the tile; some may be beyond its last column
 //   void after_store(tile)          a barrier
-//   void end()                      by every block, once
+//   void end()                      once in every block
 #pragma once
 
 #include "cuda/compat.h"
@@ -34,10 +33,10 @@ struct Tiles {
   static constexpr int kWarpRows = kRows / kDown, kWarpColumns = kColumns / kAcross;
   static constexpr int kUnitsDown = kWarpRows / 16, kUnitsAcross = kWarpColumns / 16;
   static constexpr int kStages = kPipeline;
-  static constexpr int kMinBlocks = kBlocks;  // on a multiprocessor
+  static constexpr int kMinBlocks = kBlocks;  // per multiprocessor
   static constexpr int kStageBytes = (kRows + kColumns) * kDepth * 2;
-  static constexpr int kResultPitch = kColumns * 2 + 16;     // bytes; 16 more, against conflicts of banks
-  static constexpr int kResultBytes = kRows * kResultPitch;  // staged where the pipeline was
+  static constexpr int kResultPitch = kColumns * 2 + 16;     // bytes; 16 extra against bank conflicts
+  static constexpr int kResultBytes = kRows * kResultPitch;  // staged in the pipeline's memory
   static constexpr int kSharedBytes =
       kStages * kStageBytes > kResultBytes ? kStages * kStageBytes : kResultBytes;
 #if PYRUNTIME_CDNA
@@ -46,13 +45,13 @@ struct Tiles {
 };
 
 #if PYRUNTIME_CDNA
-// 64 KB of shared memory: two blocks of small tiles, or one of large ones; two waves a SIMD in both, each of
-// which has the 64 columns that NN takes at once.
+// 64 KB of shared memory fit two blocks of small tiles or one of large ones. Both have two waves a SIMD, each
+// with the 64 columns that NN reads at once.
 using SmallTiles = Tiles<64, 128, 2, 2, 2, 2>;
 using LargeTiles = Tiles<128, 128, 4, 2, 2, 1>;
 #else
-// Small ones fit every device from 8.0 on, two blocks on most; large ones need 144 KB: 8.0, 9.0 and up. In
-// both a warp's 64 columns by 32 or 64 rows keep the tensor cores busier than shared memory.
+// Small tiles fit every device from 8.0 on, two blocks on most; large ones need 144 KB: 8.0, 9.0 and up. In
+// both, a warp's 64 columns by 32 or 64 rows use the tensor cores more than shared memory.
 using SmallTiles = Tiles<64, 128, 2, 2, 3, 2>;
 using LargeTiles = Tiles<128, 256, 2, 4, 3, 1>;
 #endif
@@ -63,22 +62,22 @@ struct TileGemm {
   using Configuration = Config;
   using ATile = OperandTile<T, true, Config::kTileRows, Config::kThreads>;
   using BTile = OperandTile<T, kBAlongK, Config::kTileColumns, Config::kThreads>;
-  static constexpr int kStep = Mma<T>::kDepth;  // of k in Operands
+  static constexpr int kStep = Mma<T>::kDepth;  // elements of k in Operands
   using Sums = typename Mma<T>::Sum[Config::kUnitsDown][Config::kUnitsAcross];
 
-  // What a warp reads of a tile for one step of its products.
+  // A warp's operands for one step of its products.
   struct Operands {
     typename Mma<T>::A a[Config::kUnitsDown];
     typename Mma<T>::B b[Config::kUnitsAcross];
   };
 
-  // sums = A B over all k. Ends with a barrier: shared memory is free.
+  // sums = A B over all k. Ends with a barrier, after which shared memory is free.
   static PYRUNTIME_DEVICE void run(Sums& sums, unsigned char* shared, const Operand<T>& a,
                                    const Operand<T>& b, int64_t k) {
     run_pipeline<TileGemm>(sums, shared, a, b, k);
   }
 
-  // From k on, Mma's depth of the tiles of A and B at `tiles`.
+  // Reads one step, from k on, of the tiles of A and B at `tiles`.
   static PYRUNTIME_DEVICE void read(Operands& operands, const unsigned char* tiles, int k) {
     const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
     const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
@@ -91,7 +90,7 @@ struct TileGemm {
     Mma<T>::template load_b<BTile, kBAlongK>(operands.b, tiles + ATile::kBytes, column, k, lane);
   }
 
-  // The products of some rows of units.
+  // Multiplies some rows of units.
   template <int kFirst, int kEnd>
   static PYRUNTIME_DEVICE void multiply(Sums& sums, const Operands& operands) {
 #pragma unroll

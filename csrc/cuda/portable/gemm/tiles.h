@@ -1,6 +1,6 @@
-// Which tile of a GEMM comes when. Chunks are visited in the order of ChunkPlan, the very code of the CPU
-// path; no tile spans two chunks. Inside a chunk, kGroup rows of tiles are taken column by column, so that
-// the blocks that run at one time share operands in L2.
+// The order of a GEMM's tiles. Chunks are visited in the order of ChunkPlan, the code of the CPU path, and no
+// tile spans two chunks. Within a chunk, kGroup rows of tiles are visited column by column, so that blocks
+// that run at the same time share operands in L2.
 #pragma once
 
 #include "cuda/compat.h"
@@ -17,19 +17,19 @@ struct Visit {
   int64_t begin;  // first row of the chunk
   int32_t rows;
   int16_t owner;
-  int8_t piece, pieces;  // as Chunk has them
+  int8_t piece, pieces;  // as in Chunk
 };
 
 struct Tile {
   Visit chunk;
-  int row, column;    // of the tile's first element, within the chunk and within the GEMM
-  int rows, columns;  // that exist
+  int row, column;    // the tile's first element, within the chunk and within the GEMM
+  int rows, columns;  // existing ones
 };
 
-// Of a tile of a part, in the numbering of the owner's rows. A tile begins where a signal does.
+// The signals of a tile of a part, in the numbering of the owner's rows. Tiles begin at signal blocks.
 struct Signals {
   int first, down, across;
-  int pitch;  // of the numbers, from one row of signals to the next
+  int pitch;  // of numbers, from one row of signals to the next
 
   PYRUNTIME_HOST_DEVICE int count() const { return down * across; }
   PYRUNTIME_HOST_DEVICE int number(int i) const { return first + i / across * pitch + i % across; }
@@ -54,7 +54,7 @@ struct TileSchedule {
     return static_cast<int64_t>(tiles_down(rows)) * tiles_across();
   }
 
-  // The tile with this number; false beyond the last.
+  // Finds the tile with this number; false beyond the last.
   PYRUNTIME_HOST_DEVICE bool at(int64_t number, Tile& tile) const {
     for (int step = 0; step < visits; ++step) {
       const int64_t tiles = tiles_of(visit[step].rows);
@@ -87,7 +87,7 @@ struct TileSchedule {
   }
 };
 
-#if !defined(__CUDACC_RTC__)  // whoever launches makes it
+#if !defined(__CUDACC_RTC__)  // made by the launching host
 inline TileSchedule make_schedule(const std::vector<Chunk>& order, int64_t columns, int tile_rows,
                                   int tile_columns) {
   TileSchedule schedule{};

@@ -1,11 +1,10 @@
-// Cross-entropy over a shard of the vocabulary: the equations of csrc/cpu/layers/cross_entropy.cpp. The
-// logits are read once for a row's statistics, and once more for their gradient, which may lie in their
-// place.
+// Cross-entropy over a shard of the vocabulary, with the equations of csrc/cpu/layers/cross_entropy.cpp. The
+// logits are read once for a row's statistics and once for their gradient, which may overwrite them.
 //
 //   stats_i = (m_i, s_i, t_i) = (max_j l_ij,  sum_j exp(l_ij - m_i),  l_ij where vocab_start + j = label_i)
 //   dl_ij   = grad_i * (exp(l_ij - lse_i) - [vocab_start + j = label_i])
 //
-// A block for each row, whose threads sum in a fixed order: the same bits in every run.
+// One block for each row sums in a fixed order of threads, so every run gives the same bits.
 #include "cuda/portable/checks.h"
 #include "rows.cuh"
 
@@ -17,9 +16,9 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / device::kWarpSize;
 constexpr int kBlocksPerMultiprocessor = 4;
-constexpr int kPacksAtOnce = 4;  // that a thread waits for together
+constexpr int kPacksAtOnce = 4;  // loads that a thread has in flight
 
-// A row cut so that its middle can be read 16 bytes at a time.
+// A row, cut so that its middle can be read 16 bytes at a time.
 struct Cut {
   int64_t before, packs, after;
 };
@@ -35,12 +34,12 @@ PYRUNTIME_DEVICE Cut cut_of(const T* row, int64_t columns) {
 
 // ---- statistics ----
 
-// Of some logits of a row: an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
+// The statistics of some logits of a row, by online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
 struct Part {
   float highest, sum;
 };
 
-// What exponentials are taken against. Where every logit is -inf any finite number gives the right sum, 0.
+// Returns the reference of the exponentials. If every logit is -inf, any finite one gives the sum 0.
 PYRUNTIME_DEVICE float reference_of(float highest) {
   return highest == -INFINITY ? 0.0f : highest;
 }
@@ -114,7 +113,7 @@ row_statistics(PYRUNTIME_PARAMETER Statistics<T> parameter) {
   const Statistics<T>& s = device::first_parameter(parameter);
   PYRUNTIME_SHARED(shared);
   const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
-  Part* const of_rows = reinterpret_cast<Part*>(shared);  // two by turns
+  Part* const of_rows = reinterpret_cast<Part*>(shared);  // two, used in turns
   Part* of_warps = of_rows;
   for (int64_t row = blockIdx.x; row < s.rows; row += gridDim.x) {
     const T* logits = s.logits + row * s.pitch;
@@ -134,7 +133,7 @@ row_statistics(PYRUNTIME_PARAMETER Statistics<T> parameter) {
       s.stats[3 * row + 1] = part.sum;
       s.stats[3 * row + 2] = target >= 0 && target < s.columns ? to_float(logits[target]) : 0.0f;
     }
-    // Other warps may be at the next row while one thread still reads the parts of this one.
+    // Other warps may already write the next row's parts while one thread reads this row's.
     of_warps = of_warps == of_rows ? of_rows + kWarps : of_rows;
   }
 }
@@ -156,7 +155,7 @@ struct RowOfGradient {
   int64_t target;
 };
 
-// kCount logits from column j on.
+// Writes the gradients of kCount logits from column j on.
 template <int kCount, class T>
 PYRUNTIME_DEVICE void gradient_at(const RowOfGradient& row, const T* logits, T* dlogits, int64_t j) {
   float x[kCount];

@@ -13,17 +13,17 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerMultiprocessor = 3;
-// A thread reads its angles once for so many heads of a token: they are fp32, twice as large as a head.
+// A thread reads its angles once for so many heads of a token: angles are fp32, twice as large as a head.
 constexpr int kHeadsPerThread = 8;
 
 struct Rotation {
   PyruntimeRope rope;
-  int32_t heads;    // of all parts that are written
-  int32_t slots;    // threads that share the heads of a token, at each place in a head
+  int32_t heads;    // in all parts that are written
+  int32_t slots;    // threads that share the heads of a token, for each place in a head
   int32_t columns;  // places in half a head
 };
 
-// Where a head lies on both sides.
+// A head's source and destination.
 template <class T>
 struct Head {
   const T* from;

@@ -1,11 +1,11 @@
-// What the kernels of layers share: a few elements of a row as floats, by 16-byte accesses where they lie so.
+// Loads and stores a few elements of a row as floats for the layer kernels, with 16-byte accesses if aligned.
 #pragma once
 
 #include "cuda/portable/numbers.cuh"
 
 namespace pyruntime::portable {
 
-// kCount is 1, or a multiple of what a 16-byte access moves, and then p is aligned for it.
+// kCount is 1, or a multiple of the elements of a 16-byte access; then p must be aligned.
 template <int kCount, class T>
 PYRUNTIME_DEVICE void load_floats(const T* p, float (&values)[kCount]) {
   constexpr int kWide = Vector<T>::kCount;
@@ -44,7 +44,7 @@ struct Split {
   int64_t quotient, remainder;
 };
 
-// 64-bit divisions are long loops on a GPU, and hardly ever needed.
+// Avoids 64-bit divisions, which are long loops on a GPU and hardly ever needed.
 PYRUNTIME_DEVICE Split split(int64_t index, int64_t by) {
   if (((index | by) >> 32) == 0) {
     const auto i = static_cast<uint32_t>(index), n = static_cast<uint32_t>(by);
@@ -53,7 +53,7 @@ PYRUNTIME_DEVICE Split split(int64_t index, int64_t by) {
   return {index / by, index % by};
 }
 
-// Whether rows of T, `pitch` elements apart, all begin at a multiple of 16 bytes.
+// Whether rows of T, `pitch` elements apart, all begin at multiples of 16 bytes.
 template <class T>
 bool rows_are_aligned(const void* first, int64_t pitch) {
   return is_aligned(first) && pitch % Vector<T>::kCount == 0;

@@ -1,4 +1,4 @@
-// SwiGLU (Shazeer 2020, eq. 6): the equations of csrc/cpu/layers/swiglu.cpp, one pass over memory each way.
+// SwiGLU (Shazeer 2020, eq. 6), with the equations of csrc/cpu/layers/swiglu.cpp; one pass over memory each.
 //
 //   y = silu(gate) * up        silu(g) = g * s,  s = 1 / (1 + exp(-g))
 //   dgate = dy * up * s * (1 + g * (1 - s))        dup = dy * g * s
@@ -13,14 +13,14 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kBlocksPerMultiprocessor = 4;
 
-// Forward: y is written, grad, dgate and dup are null. Backward: the other way round.
+// Forward: y is written; grad, dgate and dup are null. Backward: the reverse.
 template <class T>
 struct Operands {
   const T *gate, *up, *grad;
   T *y, *dgate, *dup;
   int64_t gate_up_pitch, y_pitch, dgate_dup_pitch;
   int64_t rows, features;
-  int64_t packs;  // of a row; 0 where its elements are taken one by one
+  int64_t packs;  // per row; 0 if elements are processed one by one
 };
 
 PYRUNTIME_DEVICE float sigmoid(float x) {

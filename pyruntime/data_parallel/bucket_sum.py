@@ -1,12 +1,12 @@
-"""One bucket's gradient: written chunk by chunk where it leaves from, summed by who holds the shard.
+"""Reduces one bucket's gradient: writes its chunks where they leave from, and sums them on the shard's rank.
 
-launch      its flight begins and every chunk is written and published
-advance     the others' parts are summed with this rank's, if they are there
-complete    they are at the latest; with replicas, the sum goes on to them
-on_reduced  the bucket's gradient of this rank, [segment_lines, width]
+launch      begins the flight; every chunk is written and published
+advance     sums the others' parts with this rank's, if they are there
+complete    waits for them; with replicas, the sum continues over those
+on_reduced  gets the bucket's gradient on this rank, [segment_lines, width]
 
-Where few lines of it were touched, the ranks first tell each other which, a bit for each line; lines that
-nobody touched do not travel, and are zero.
+If only a few lines of it may be touched, the ranks first tell each other which, one bit a line. Lines that no
+rank touched do not travel, and are zero.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Reduced = Callable[[Bucket, Tensor], None]
 
 @dataclass(frozen=True)
 class Touched:
-    """What of a bucket's gradient this rank has more than zeros of."""
+    """The lines of a bucket's gradient in which this rank may have more than zeros."""
 
     lines: Tensor
-    """bool; the same lines of all ranks are summed."""
+    """bool; a line that any rank touched is summed on all ranks."""
     write: WriteLines
     all_travel: Callable[[], None]
-    """Called where the ranks together have touched so many lines that all travel."""
+    """Called if the ranks together touched so many lines that all lines travel."""
 
 
 class Launch(Protocol):
-    """`launch`, or what sends gradients otherwise."""
+    """`launch`, or another function that sends gradients."""
 
     def __call__(
         self,
@@ -64,20 +64,20 @@ def launch(
     on_reduced: Reduced,
     touched: Touched | None = None,
 ) -> Callable[[], None]:
-    """Begins to sum a bucket's gradient, which `write` writes and which travels as `dtype`: over the ranks
-    that share the states, each of which keeps its segment, then over those that hold the same. There are
-    several ranks. touched: given on every rank, or on none.
+    """Begins to sum a bucket's gradient, which `write` writes and which travels as `dtype`. The sum is over
+    the ranks that share the states, each of which keeps its segment, then over those that hold the same.
+    There are several ranks. touched: given on every rank, or on none.
 
-    What is returned may be called when no other bucket follows, by all ranks alike: what is still to be
-    written leaves now, not when the sums before it are there."""
+    The returned function may be called when no other bucket follows, by all ranks alike: what is still to be
+    written leaves at once, not after the sums before it."""
     todo = [axis for axis in (axes.shard, axes.replicate) if axis.size > 1]
     ask = _begin(_Way(bucket, dtype, todo, on_reduced, cut=axes.shard.size > 1), write, touched)
     return (lambda: None) if ask is None else (lambda: todo[0].complete_latest(ask))
 
 
 def may_send_some(bucket: Bucket, axes: Axes) -> bool:
-    """Whether lines of the bucket's gradient can travel alone, an answer for all ranks. On devices the host
-    would have to wait for them to know which."""
+    """Whether single lines of the bucket's gradient can travel; the same on all ranks. On devices the host
+    would have to wait for them to know which lines."""
     device = str(bucket.device)
     return bucket.device.type == "cpu" and all(
         _C.LineScatter.can_send_some(axis.name, device)
@@ -88,7 +88,7 @@ def may_send_some(bucket: Bucket, axes: Axes) -> bool:
 
 @dataclass(frozen=True)
 class _Way:
-    """A bucket's way over the axes `todo`, of which it is about to take the first.
+    """A bucket, and the axes `todo` over which it is still to be summed; the first is next.
 
     cut: all segments are written, and every rank keeps its own; otherwise one segment, which all keep."""
 
@@ -115,7 +115,7 @@ def _begin(way: _Way, write: WriteChunk, touched: Touched | None) -> _Ask | None
 
 
 class _Ask:
-    """Under way: which lines the ranks have touched. Their sum follows."""
+    """The flight in which ranks tell each other which lines they touched. The sum of these follows."""
 
     def __init__(self, way: _Way, write: WriteChunk, touched: Touched):
         self._way, self._write, self._touched = way, write, touched
@@ -155,15 +155,15 @@ class _Ask:
 
 
 class _Sum:
-    """A bucket under way over one axis. touched: by any of its ranks."""
+    """The flight that sums a bucket over one axis. touched: by any of its ranks."""
 
     def __init__(self, way: _Way, write: WriteChunk, touched: Touched | None):
         self._way, self._touched = way, None if touched is None else touched.lines
         self._bucket = bucket = way.bucket
         self._gradient: Tensor | None = None
-        """Once it is summed and nothing is under way any more."""
+        """The sum, once nothing is under way any more."""
         self._some: Tensor | None = None
-        """The lines that travel, where these are not all."""
+        """The lines that travel; None: all."""
         if touched is not None:
             if int(touched.lines.sum()) <= MOST_TOUCHED * way.lines:
                 self._some = touched.lines.nonzero().flatten()
@@ -215,7 +215,7 @@ class _Sum:
         self._gradient = sums
 
     def _own_lines(self) -> tuple[int, int]:
-        """The first, and how many, of the lines whose sums this rank keeps."""
+        """Returns the first, and the number, of the lines whose sums this rank keeps."""
         count = self._bucket.segment_lines
         return (self._way.axis.rank * count if self._way.cut else 0), count
 

@@ -1,17 +1,17 @@
-"""Gradients leave as they are written.
+"""Sends gradients while the backward pass computes them.
 
-A weight of a linear layer hands (dY, X) over (csrc/ops/weight_gradient.h), and each chunk of dW = dY^T X is
-multiplied where it leaves from, in the order in which others wait for it; where the linear's own group spans
-hosts, it is multiplied under waits of the pass instead, as a whole, and leaves two products later (`InTurn`).
+The weight of a linear layer hands over (dY, X) (csrc/ops/weight_gradient.h). Each chunk of dW = dY^T X is
+multiplied into the memory that it leaves from, in the order in which others wait for it. If the linear's own
+group spans hosts, dW is multiplied whole, under waits of the pass, and leaves two products later (`InTurn`).
 Every other gradient comes from autograd, is copied into its bucket's chunks when the bucket is complete, and
 is dropped.
 
-Of a token embedding only the rows leave that some rank's step has touched (reduction.py); which these are is
-known when all of its gradient is.
+Of a token embedding's gradient, only rows that some rank's step has touched leave (bucket_sum.py). These are
+known when all of it is there.
 
-Buckets leave in one order, the same on every rank: that in which the first backward pass completed them on
-rank 0. A bucket that is complete before its turn waits as a tensor; one that never is leaves as zeros at the
-end of the pass, without marks.
+Buckets leave in one order on every rank: that in which the first backward pass completed them on rank 0. A
+bucket that completes before its turn waits as a tensor. One that never completes leaves as zeros at the end
+of the pass, without marks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch.autograd import Variable
 
 from pyruntime.comm.core import _C
 from pyruntime.data_parallel.axes import Axes
+from pyruntime.data_parallel.bucket_sum import Launch, Touched, launch, may_send_some
 from pyruntime.data_parallel.buckets import Bucket
-from pyruntime.data_parallel.reduction import Launch, Reduced, Touched, launch, may_send_some
 from pyruntime.data_parallel.touched import touched_rows
 from pyruntime.nn.cut import gradient_of, set_gradient
 from pyruntime.nn.weight_sinks import InTurn
@@ -36,27 +36,27 @@ from pyruntime.ops.attention import statistics_dtype
 from pyruntime.ops.layers import add_
 
 LEAST_GEMM = 5e8
-"""Floating-point operations of one chunk's GEMM. Below it a weight gradient is multiplied whole and
-copied: of a chunk, the columns of dY must be made contiguous first, which costs more than copying a small
-result; GEMMs of 1e8 lose a tenth of their speed, of 3e8 a fifth where the weight is as narrow as 256."""
+"""Floating-point operations of one chunk's GEMM. Below it a weight gradient is multiplied whole and copied: a
+chunk's columns of dY must be made contiguous first, which costs more than copying a small result. GEMMs of
+1e8 lose a tenth of their speed, those of 3e8 a fifth if the weight is as narrow as 256."""
 
 
 SEARCH_EVERY = 16
-"""Steps. Where the ranks together touched most rows of a table, its gradient is searched for them no more
-until so many steps later: the search reads all of it, and ranks wait for each other's answer."""
+"""Steps. If the ranks together touched most rows of a table, its gradient is searched again only so many
+steps later: the search reads all of it, and ranks wait for each other's answer."""
 
 
 class _Inbox:
-    """What has come of one bucket's gradient, parameter by parameter."""
+    """The gradients of one bucket that have arrived, parameter by parameter."""
 
     def __init__(self, bucket: Bucket):
         self.bucket = bucket
         self.whole: list[Tensor | None] = [None] * len(bucket.parameters)
-        """Gradients of this pass, of the parameter's dtype."""
+        """Gradients of this pass, in the parameter's dtype."""
         self.earlier: list[Tensor | None] = [None] * len(bucket.parameters)
-        """Sums of the passes before, fp32 (fp64 of doubles)."""
+        """Sums of earlier passes, fp32 (fp64 for doubles)."""
         self.left = False
-        """Launched in this step."""
+        """Whether it was launched in this step."""
 
     def got(self) -> list[bool]:
         return [
@@ -73,11 +73,13 @@ class _Inbox:
 
 
 class GradientReducer:
-    """Sums the gradients of `buckets` over `axes` while the backward pass goes on.
+    """Sums the gradients of `buckets` over `axes` during the backward pass.
 
-    linears: the weights whose (dY, X) may be taken. tables: those of which few rows may have a gradient.
-    on_reduced(bucket, gradient) is called once a bucket and step, in the same order on every rank.
-    reduce_dtype: what gradients travel as; None: as the parameters are. launch: who sends them.
+    linears: weights whose (dY, X) may be taken. tables: weights of which few rows may have a gradient.
+    before_leaving() is called before a step's first bucket leaves, on_reduced(bucket, gradient, is_whole)
+    once a bucket and step, in the same order on every rank; is_whole: this rank had a gradient of each of its
+    parameters, so that no mark need be read. reduce_dtype: dtype in which gradients travel; None: that of
+    the parameters. launch: sends them.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class GradientReducer:
         linears: Sequence[nn.Parameter],
         tables: Sequence[nn.Parameter],
         before_leaving: Callable[[], None],
-        on_reduced: Reduced,
+        on_reduced: Callable[[Bucket, Tensor, bool], None],
         reduce_dtype: torch.dtype | None = None,
         launch: Launch = launch,
     ):
@@ -95,15 +97,15 @@ class GradientReducer:
         self._before_leaving, self._on_reduced = before_leaving, on_reduced
         self._inboxes = [_Inbox(bucket) for bucket in buckets]
         self._place_of: dict[int, tuple[int, int]] = {}
-        """Bucket, and number in it, of each parameter by its id."""
+        """Bucket, and number in it, of each parameter, by its id."""
         self._unsearched: dict[int, int] = {}
         """Steps in which all rows of a table travel without a search, by its id; the same on every rank."""
         self._order: list[int] | None = None
         self._seen: list[int] = []  # buckets in the order of their completion, in the first pass
-        self._used_again: set[int] = set()  # more than once in a pass: complete only when it ends
+        self._used_again: set[int] = set()  # used several times in a pass: complete only when it ends
         self._next = 0
         self._hasten: Callable[[], None] = _nothing
-        """Of the bucket that left last."""
+        """The result of `launch` for the bucket that left last."""
         self._accumulating = False
         self._of_passes = InTurn()
         self._of_pass: Callable[[], InTurn | None] = _no_pass  # weak: the engine holds it
@@ -120,7 +122,7 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backward passes within add to the gradients and send nothing."""
+        """Makes backward passes within it add to the gradients and send nothing."""
         outer, self._accumulating = self._accumulating, True
         try:
             yield
@@ -137,15 +139,15 @@ class GradientReducer:
     ) -> None:
         """See `Sharded.add_product`."""
         if not self._of_passes.is_open:
-            raise RuntimeError("add_product() adds to gradients within passes().")
+            raise RuntimeError("add_product() works only within passes(); enter it around the step.")
         index, owner = self._place_of[id(weight)]
         self._take_gemm(index, owner, dy, x, last, self._of_passes if later else None)
 
     def begin_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor) -> None:
-        """See `Sharded.begin_product`. Not here: a gradient of every micro-batch would be held whole."""
+        """Returns None; see `Sharded.begin_product`. It would hold a whole gradient for every micro-batch."""
 
     def finish(self) -> None:
-        """All gradients of this step are reduced when it returns; afterwards a new step begins."""
+        """Reduces all gradients of this step; when it returns, a new step begins."""
         if not self._ended:
             self._forget_failed_pass()
             self._end_pass()
@@ -160,11 +162,11 @@ class GradientReducer:
         self._ended = False
 
     def check_complete(self) -> None:
-        """Raises RuntimeError within a step whose last pass has not come."""
+        """Raises RuntimeError if this step's last pass has not run yet."""
         if not self._ended and self.has_some():
             raise RuntimeError(
-                "The gradients were asked for before the last backward pass of their step has run, the one "
-                "outside of handle.accumulate(): they are not reduced yet."
+                "The gradients were read before the last backward pass of their step has run, the one "
+                "outside of handle.accumulate(), so they are not reduced yet; read them after it."
             )
 
     def has_some(self) -> bool:
@@ -172,8 +174,8 @@ class GradientReducer:
         return self._ended or any(inbox.left or any(inbox.got()) for inbox in self._inboxes)
 
     def drop(self) -> bool:
-        """Lets go of all gradients of this step; returns whether some have been reduced already, which are
-        handed over first. Every rank calls it, after the same passes."""
+        """Drops all gradients of this step. Returns whether some have been reduced already, which are handed
+        over first. Every rank calls it, after the same passes."""
         self._forget_failed_pass()
         if self._ended or any(inbox.left for inbox in self._inboxes):
             self.finish()
@@ -190,7 +192,7 @@ class GradientReducer:
             for parameter in inbox.bucket.parameters:
                 _C.set_weight_gradient_sink(parameter, None)
 
-    # -- what comes
+    # -- gradients that arrive
 
     @torch.no_grad()
     def _on_gradient(self, index: int, owner: int, parameter: Tensor) -> None:
@@ -209,8 +211,7 @@ class GradientReducer:
     def _take_gemm(
         self, index: int, owner: int, dy: Tensor, x: Tensor, last: bool, products: InTurn | None
     ) -> None:
-        """As `_take`, of dY^T X, which is written where it is wanted if it can be, or comes in its turn among
-        `products`."""
+        """Takes dY^T X as `_take` does: written where it leaves from if it can be, else among `products`."""
         self._check_open(index)
         inbox = self._inboxes[index]
         last = last and not self._accumulating
@@ -238,7 +239,7 @@ class GradientReducer:
         products.add(finish)
 
     def _take(self, index: int, owner: int, gradient: Tensor, last: bool) -> None:
-        """last: nothing more comes for this parameter in the step."""
+        """Takes a gradient. last: no other comes for this parameter in the step."""
         self._check_open(index)
         inbox = self._inboxes[index]
         if not last:
@@ -247,18 +248,18 @@ class GradientReducer:
             else:
                 add_(earlier, gradient)
             return
-        before = inbox.whole[owner]  # of a parameter that is used several times
+        before = inbox.whole[owner]  # if the parameter is used several times
         inbox.whole[owner] = gradient if before is None else before + gradient
         if inbox.is_complete():
             self._on_complete(index)
 
     def _is_worth_cutting(self, bucket: Bucket, dy: Tensor) -> bool:
-        """Whether a rank's rows of the GEMM are no less efficient alone."""
+        """Whether the GEMM of one rank's rows by itself is no less efficient."""
         smallest = min(part.lines for part in bucket.parts) * bucket.width
         return 2 * smallest * len(dy) >= LEAST_GEMM
 
     def _begin_pass(self) -> InTurn:
-        """The products of the pass that runs; they end with it, in whatever way it ends."""
+        """Returns the products of the running pass; they end with it, in whatever way it ends."""
         if (products := self._of_pass()) is None:
             self._forget_failed_pass()
             products = InTurn()
@@ -267,8 +268,8 @@ class GradientReducer:
         return products
 
     def _forget_failed_pass(self) -> None:
-        """Forgets what has not left of a pass that an exception has ended, but for sums of `accumulate()`.
-        The other ranks hear of it with the next bucket, and raise unless they have left one too: their
+        """Forgets what has not left of a pass that an exception ended, except sums of `accumulate()`. The
+        other ranks learn of it with the next bucket, and raise unless they have left a pass too: their
         gradients are of other passes than this rank's."""
         if not isinstance(self._of_pass, weakref.ref) or self._of_pass() is not None:
             return
@@ -297,7 +298,7 @@ class GradientReducer:
         if not self._accumulating and not self._of_passes.is_open:
             self._end_pass()
 
-    # -- what leaves
+    # -- buckets that leave
 
     def _may_leave(self, index: int) -> bool:
         """Whether it is the bucket's turn, and nothing more will come for it."""
@@ -327,7 +328,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _end_pass(self) -> None:
-        """What has not left leaves now, complete or not."""
+        """Sends what has not left, complete or not."""
         if self._order is None:
             self._order = self._agree_on_order()
         while self._next < len(self._order):
@@ -335,7 +336,7 @@ class GradientReducer:
         self._ended = True
 
     def _agree_on_order(self) -> list[int]:
-        """Rank 0's order of completion, then what did not come."""
+        """Returns rank 0's order of completion, then the buckets that did not complete."""
         rest = [index for index in range(len(self._inboxes)) if index not in self._seen]
         order = self._seen + rest
         for axis in (self._axes.shard, self._axes.replicate):
@@ -346,7 +347,7 @@ class GradientReducer:
         inbox = self._inboxes[index]
         bucket = inbox.bucket
         got = [True] if gemm else inbox.got()
-        whole, earlier = inbox.whole, inbox.earlier  # a table is written when the inbox has been cleared
+        whole, earlier = inbox.whole, inbox.earlier  # a table is written after the inbox is cleared
 
         def write(chunk: Tensor, begin: int) -> None:
             for span in bucket.spans(begin, len(chunk)):
@@ -368,13 +369,18 @@ class GradientReducer:
         self._next += 1
         touched = self._touched(bucket, whole[0], earlier[0], got)
         dtype = self._reduce_dtype or bucket.dtype
-        self._hasten = self._launch(bucket, dtype, self._axes, write, self._on_reduced, touched)
+        is_whole = all(got)
+
+        def reduced(bucket: Bucket, gradient: Tensor) -> None:
+            self._on_reduced(bucket, gradient, is_whole)
+
+        self._hasten = self._launch(bucket, dtype, self._axes, write, reduced, touched)
         inbox.clear()
 
     def _touched(
         self, bucket: Bucket, whole: Tensor | None, earlier: Tensor | None, got: Sequence[bool]
     ) -> Touched | None:
-        """Of a table, its lines with a gradient [rows, width] of this rank."""
+        """Returns a table's lines with a gradient [rows, width] of this rank; None if all lines travel."""
         table = bucket.parameters[0]
         if id(table) not in self._tables or not bucket.is_table or not may_send_some(bucket, self._axes):
             return None
@@ -403,8 +409,8 @@ class GradientReducer:
 
 
 def _weakly(method: Callable[..., None], *first: int) -> Callable[..., None]:
-    """The method, which does not keep its reducer, and with it the model, alive: torch and the C++ core hold
-    it for good."""
+    """Wraps the method so that it does not keep its reducer, and with it the model, alive: torch and the C++
+    core hold the wrapper for good."""
     weak = weakref.WeakMethod(method)
 
     def call(*rest: Tensor) -> None:
@@ -425,7 +431,7 @@ def _no_pass() -> None:
 
 
 def _write_rows(out: Tensor, gemm: _C.WeightGradientGemm, dtype: torch.dtype, first: int) -> None:
-    """out = rows `first` and following of a product in `dtype`."""
+    """Writes rows `first` and following of a product in `dtype` into `out`."""
     if out.dtype == dtype:
         gemm.write(out, first, False)
     else:

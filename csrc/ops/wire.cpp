@@ -1,22 +1,26 @@
-#include "cpu/compression/wire.h"
+#include "ops/wire.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
 
 #include "cpu/compression/fp8.h"
+#include "ops/device/device_compression.h"
 
-namespace pyruntime::cpu {
+namespace pyruntime {
 
 Wire Wire::named(c10::string_view format, c10::ScalarType dtype, c10::Device device) {
   if (format == "same") return Wire();
   TORCH_CHECK_VALUE(format == "bf16" || format == "fp8", "wire='", format,
                     "' is no format of rows; use 'same', 'bf16' or 'fp8'.");
   const bool is_known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
-  TORCH_CHECK_VALUE(is_known && device.is_cpu(), "wire='", format,
-                    "' rounds float32, bfloat16 and float16 on the CPU, and rows are ", dtype, " on ", device,
-                    "; use 'same'.");
-  return Wire(format == "bf16" ? Format::kBfloat16 : Format::kFp8);
+  TORCH_CHECK_VALUE(is_known, "wire='", format, "' rounds float32, bfloat16 and float16, and rows are ",
+                    dtype, "; use 'same'.");
+  if (format == "bf16") return Wire(Format::kBfloat16);
+  const std::string why_not = why_no_compression(device);
+  TORCH_CHECK_VALUE(why_not.empty(), "wire='fp8' cannot round rows on ", device, ": ", why_not,
+                    "; or use 'bf16'.");
+  return Wire(Format::kFp8);
 }
 
 c10::ScalarType Wire::travels_as(c10::ScalarType dtype) const {
@@ -25,7 +29,7 @@ c10::ScalarType Wire::travels_as(c10::ScalarType dtype) const {
 }
 
 int64_t Wire::travelling_width(int64_t width) const {
-  return format_ == Format::kFp8 ? fp8_bytes(width) : width;
+  return format_ == Format::kFp8 ? cpu::fp8_bytes(width) : width;
 }
 
 void Wire::write(const at::Tensor& rows, const at::Tensor& travelled) const {
@@ -59,4 +63,4 @@ at::Tensor Wire::rounded(const at::Tensor& rows) const {
   return result.view(rows.sizes());
 }
 
-}  // namespace pyruntime::cpu
+}  // namespace pyruntime

@@ -1,0 +1,51 @@
+// The rows that a router has sent to this rank's experts, in the order in which they are kept: by expert,
+// then by row over all ranks. So each rank's rows lie together within an expert, and no sum depends on how
+// rows are cut into chunks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "core/chunk_plan.h"
+
+namespace pyruntime {
+
+class ExpertRows {
+ public:
+  // table [rows, 2k] of all ranks: the experts of each row, which differ, then the weight of each. This rank
+  // has the experts first, first + 1, ..., `count` of them. On a device the host waits for the table.
+  ExpertRows(const at::Tensor& table, int64_t first, int64_t count);
+
+  // Consecutive rows in the order.
+  struct Run {
+    int64_t begin = 0, count = 0;
+
+    bool is_empty() const { return count == 0; }
+    at::Tensor of(const at::Tensor& all) const { return all.narrow(0, begin, count); }
+  };
+
+  int64_t experts() const { return static_cast<int64_t>(begins_.size()) - 1; }
+  int64_t size() const { return begins_.back(); }
+  // All rows of an expert of this rank, counted from 0; those of a chunk.
+  Run of(int64_t expert) const;
+  Run of(int64_t expert, const Chunk& chunk) const;
+  // Writes to out [chunk.rows, D] the sum of each row's `values` [size(), D], in the order of its experts.
+  void sum(const at::Tensor& values, const Chunk& chunk, const at::Tensor& out) const;
+
+  // [size()]: each row's number over all ranks; its weight; its place in the table's weights, row * k + slot.
+  const at::Tensor& rows() const { return rows_; }
+  const at::Tensor& weights() const { return weights_; }
+  const at::Tensor& places() const { return places_; }
+
+ private:
+  std::vector<int64_t> begins_;    // of each expert's rows, and the end
+  std::vector<int64_t> in_order_;  // rows_, on the host
+  // The places in that order that hold row r of all ranks are of_row_[row_begins_[r]] up to row_begins_[r +
+  // 1].
+  std::vector<int64_t> row_begins_, of_row_;
+  at::Tensor rows_, weights_, places_;
+};
+
+}  // namespace pyruntime

@@ -1,0 +1,374 @@
+// The experts of a mixture, of which each rank has some whole, by the two engines: rows are gathered and the
+// experts take those that were sent to them, chunk by chunk; what they make of a chunk leaves as soon as it
+// is summed over this rank's experts, and its owner sums over the ranks.
+//
+// Expert e of row t: y += down_e (p silu(gate) up), with [gate | up] = gate_up_e x. The weight p is within,
+// so that its gradient is known where the expert is, and no expert's result need be kept.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/index_select.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/saved_output.h"
+#include "cpu/layers/expert_kernels.h"
+#include "ops/experts/expert_rows.h"
+#include "ops/gather_matmul.h"
+#include "ops/gemm/gemm.h"
+#include "ops/matmul_scatter.h"
+#include "ops/operators.h"
+
+namespace pyruntime {
+
+namespace {
+
+constexpr const char* kOp = "experts";
+
+// --- arguments
+
+at::ScalarType dtype_of_sums(const at::Tensor& rows) {
+  return rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+struct Held {
+  int64_t first, count;
+};
+
+// The experts of a rank, as torch.chunk cuts them.
+Held held_by(const Group& group, int64_t experts) {
+  const int64_t chunk = (experts + group.world_size() - 1) / group.world_size();
+  const int64_t first = std::min(experts, group.rank() * chunk);
+  return {first, std::min(chunk, experts - first)};
+}
+
+Held check(const Operand& x, const at::Tensor& ids, const at::Tensor& weights, const at::Tensor& gate_up,
+           const at::Tensor& down, const Group& group, int64_t experts) {
+  const Held held = held_by(group, experts);
+  const bool fit = gate_up.dim() == 3 && down.dim() == 3 && gate_up.size(0) == held.count &&
+                   down.size(0) == held.count && gate_up.size(2) == x.width && down.size(1) == x.width &&
+                   gate_up.size(1) == 2 * down.size(2);
+  TORCH_CHECK_VALUE(fit, kOp, ": gate_up has shape ", gate_up.sizes(), " and down ", down.sizes(),
+                    "; for rows of ", x.width, " features rank ", group.rank(), " of ", group.world_size(),
+                    " needs [", held.count, ", 2 F, ", x.width, "] and [", held.count, ", ", x.width,
+                    ", F], its share of experts=", experts, ".");
+  TORCH_CHECK_TYPE(
+      gate_up.scalar_type() == x.data.scalar_type() && down.scalar_type() == x.data.scalar_type(), kOp,
+      ": x has dtype ", x.data.scalar_type(), ", gate_up ", gate_up.scalar_type(), " and down ",
+      down.scalar_type(), "; they must agree.");
+  TORCH_CHECK_VALUE(ids.dim() == 2 && ids.sizes() == weights.sizes() && ids.size(0) == x.rows, kOp,
+                    ": ids have shape ", ids.sizes(), " and weights ", weights.sizes(), "; both must be [",
+                    x.rows, ", k], k experts for each row of x.");
+  TORCH_CHECK_VALUE(1 <= ids.size(1) && ids.size(1) <= experts, kOp, ": ", ids.size(1),
+                    " experts a row were asked for, of experts=", experts, ".");
+  TORCH_CHECK_TYPE(c10::isIntegralType(ids.scalar_type(), /*includeBool=*/false), kOp, ": ids have dtype ",
+                   ids.scalar_type(), "; they must be integers.");
+  if (ids.is_cpu() && ids.numel() > 0) {  // on a device this would wait
+    const int64_t low = ids.min().item<int64_t>(), high = ids.max().item<int64_t>();
+    TORCH_CHECK_VALUE(low >= 0 && high < experts, kOp, ": ids reach from ", low, " to ", high,
+                      "; they must be in [0, ", experts, ").");
+  }
+  return held;
+}
+
+// --- the passes
+
+// All ranks' rows of a table.
+at::Tensor gathered(Group& group, const at::Tensor& own, int64_t rows) {
+  const Route whole{group, rows, {Tier::kUnfused}};
+  return GatherMatmul(whole, Op::kAllGather, Operand::of(own, 0, "ids"), /*keep_rows=*/true)
+      .rows()
+      .select(0, 0);
+}
+
+// rows @ matrix^T if `transposed`, else rows @ matrix, for the matrices of this rank's experts. Each is
+// arranged when its first rows come, and dropped after its last.
+class ExpertGemms {
+ public:
+  ExpertGemms(const at::Tensor& matrices, bool transposed, const ExpertRows& routed)
+      : matrices_(matrices), transposed_(transposed), routed_(routed) {
+    gemms_.resize(routed.experts());
+    done_.resize(routed.experts());
+  }
+
+  void write(int64_t expert, const at::Tensor& out, const at::Tensor& rows) {
+    const int64_t all = routed_.of(expert).count;
+    if (!gemms_[expert]) gemms_[expert].emplace(matrices_.select(0, expert), transposed_, all);
+    gemms_[expert]->write(out.unsqueeze(0), rows.unsqueeze(0), /*bias=*/{}, /*accumulate=*/false);
+    if ((done_[expert] += rows.size(0)) == all) gemms_[expert].reset();
+  }
+
+ private:
+  at::Tensor matrices_;
+  bool transposed_;
+  const ExpertRows& routed_;
+  std::vector<std::optional<WeightGemm>> gemms_;
+  std::vector<int64_t> done_;
+};
+
+// The least rows of an expert in one GEMM between hosts: with fewer, reading its matrix takes the time. Ours
+// arranges a matrix once for all of them, the library in each.
+constexpr int64_t kRowsOfOurs = 16, kRowsOfLibrary = 64;
+
+// How many rows of all ranks are computed at once. On one host there is nothing to hide on a CPU, as rows are
+// read where they are: all of them.
+int64_t rows_at_once(const Route& route, const ExpertRows& routed, const at::Tensor& matrices) {
+  if (!matrices.is_cpu()) return 0;
+  if (!route.group.crosses_hosts(matrices.device()) || routed.size() == 0) return route.rows;
+  const bool ours = cpu::PackedMatrix::can_hold(matrices.select(0, 0));
+  return (ours ? kRowsOfOurs : kRowsOfLibrary) * routed.experts() * route.rows / routed.size();
+}
+
+// Computes a rank's term of a scatter: for each row the sum of its results over this rank's experts. Takes
+// several chunks at once where one has too few rows.
+class SumsOfExperts {
+ public:
+  // Writes to out [run.count, D] what an expert makes of the rows of `run`, its rows in `range`.
+  using Compute = std::function<void(int64_t expert, const ExpertRows::Run& run, const Chunk& range,
+                                     const at::Tensor& out)>;
+
+  SumsOfExperts(const Route& route, const Operand& x, const ExpertRows& routed, int64_t at_once,
+                Compute compute)
+      : routed_(routed),
+        form_(x),
+        own_(ChunkPlan(route.rows, route.group.world_size(), route.group.rank()).own()),
+        at_once_(at_once),
+        compute_(std::move(compute)),
+        made_(at::empty({routed.size(), x.width}, x.data.options())),
+        is_made_(route.rows, false) {
+    form_.rows = route.rows;
+  }
+
+  // To be used while this lives.
+  MatmulScatter::Parts parts() {
+    return {.operands = {form_},
+            .weights = {},
+            .transposed = false,
+            .compute = [this](const at::Tensor& out, const Chunk& chunk) { write(out, chunk); },
+            .prepare = [this](const std::vector<Chunk>& order) { begin(order); }};
+  }
+
+ private:
+  // On CPUs half of the own rows come first, as they wait for nobody; the others last, while sums travel.
+  void begin(const std::vector<Chunk>& order) {
+    order_ = order;
+    if (at_once_ > 0 && own_.rows / 2 >= at_once_) make(own_.begin, own_.begin + own_.rows / 2);
+  }
+
+  void write(const at::Tensor& out, const Chunk& chunk) {
+    int64_t begin = chunk.begin, end = begin + chunk.rows;
+    for (const Chunk& next : order_) {
+      if (next.begin == end && end - begin < at_once_) end += next.rows;
+    }
+    if (at_once_ >= form_.rows) begin = 0, end = form_.rows;
+    make(begin, end);
+    routed_.sum(made_, chunk, out.select(0, 0));
+  }
+
+  void make(int64_t begin, int64_t end) {
+    const auto last = is_made_.begin() + end;
+    for (auto from = is_made_.begin() + begin; from != last;) {
+      from = std::find(from, last, false);
+      const auto to = std::find(from, last, true);
+      const Chunk range{own_.owner, from - is_made_.begin(), to - from};
+      for (int64_t expert = 0; range.rows > 0 && expert < routed_.experts(); ++expert) {
+        const ExpertRows::Run run = routed_.of(expert, range);
+        if (!run.is_empty()) compute_(expert, run, range, run.of(made_));
+      }
+      std::fill(from, to, true);
+      from = to;
+    }
+  }
+
+  const ExpertRows& routed_;
+  Operand form_;  // of all rows
+  Chunk own_;
+  int64_t at_once_;
+  Compute compute_;
+  std::vector<Chunk> order_;
+  at::Tensor made_;            // [routed rows, D], in their order
+  std::vector<bool> is_made_;  // of all rows
+};
+
+// Rows of all ranks: gathered if they are cut, else this rank's.
+class AllRows {
+ public:
+  AllRows(const Route& route, const Operand& rows, bool cut) : rows_(rows) {
+    if (cut) gather_.emplace(route, Op::kAllGatherMatmul, rows, /*keep_rows=*/false);
+  }
+
+  // Copies an expert's rows in `range` to `out`.
+  void copy(const ExpertRows& routed, int64_t expert, const Chunk& range, const at::Tensor& out) {
+    const int64_t first = routed.of(expert, range).begin;
+    const auto take = [&](const Chunk& part, const at::Tensor& rows) {
+      const ExpertRows::Run run = routed.of(expert, part);
+      if (run.is_empty()) return;
+      at::Tensor to = out.narrow(0, run.begin - first, run.count);
+      at::index_select_out(to, rows.select(0, 0), 0, run.of(routed.rows()) - part.begin);
+    };
+    if (gather_) {
+      gather_->for_each_in(range, take);
+    } else {
+      take(range, rows_.rows_of(range));
+    }
+  }
+  void finish() {
+    if (gather_) gather_->finish();
+  }
+
+ private:
+  Operand rows_;
+  std::optional<GatherMatmul> gather_;
+};
+
+Route route_of(const char* op, const Operand& x, const at::Tensor& down, c10::string_view group,
+               c10::string_view tier, bool cut, int64_t rows) {
+  Call call{.op = op, .x = x, .n = down.size(2), .k = x.width, .group = group, .tier = tier};
+  if (cut) call.rows = rows;
+  return choose_route(call);
+}
+
+// Returns {y, table, hidden, kept}: this rank's rows of the result; for the backward the experts and weights
+// of all ranks' rows [rows, 2k], gate_up's results [routed, 2F], and between hosts the routed rows of x
+// [routed, D].
+Tensors experts(const at::Tensor& x_shard, const at::Tensor& ids, const at::Tensor& weights,
+                const at::Tensor& gate_up, const at::Tensor& down, c10::string_view group_name,
+                int64_t experts, bool cut, c10::SymInt all_rows, c10::string_view tier) {
+  const Operand x = Operand::of(x_shard, 0, "x");
+  Group& group = Group::get(std::string(group_name));
+  const Held held = check(x, ids, weights, gate_up, down, group, experts);
+  const c10::DeviceGuard on(x_shard.device());
+  const Route route = route_of(kOp, x, down, group_name, tier, cut, all_rows.expect_int());
+  AllRows rows_of_x(route, x, cut);
+  const at::ScalarType precise = dtype_of_sums(x_shard);
+  at::Tensor table = at::cat({ids.to(precise), weights.to(precise)}, 1);
+  if (cut) table = gathered(group, table, route.rows);
+  const ExpertRows routed(table, held.first, held.count);
+  const at::Tensor hidden = at::empty({routed.size(), gate_up.size(1)}, x_shard.options());
+  const bool keep = cut && group.crosses_hosts(x_shard.device());
+  const at::Tensor kept = at::empty({keep ? routed.size() : 0, x.width}, x_shard.options());
+  ExpertGemms up(gate_up, /*transposed=*/true, routed), back(down, /*transposed=*/true, routed);
+  SumsOfExperts sums(
+      route, x, routed, rows_at_once(route, routed, gate_up),
+      [&](int64_t expert, const ExpertRows::Run& run, const Chunk& range, const at::Tensor& out) {
+        const at::Tensor rows = keep ? run.of(kept) : at::empty({run.count, x.width}, x_shard.options());
+        rows_of_x.copy(routed, expert, range, rows);
+        up.write(expert, run.of(hidden), rows);
+        back.write(expert, out, layers::weighted_swiglu(run.of(hidden), run.of(routed.weights())));
+      });
+  MatmulScatter scatter(route, sums.parts(), /*all=*/!cut);
+  rows_of_x.finish();
+  const at::Tensor y = scatter.finish().view(x_shard.sizes());
+  return {y, table, hidden, kept};
+}
+
+// Returns {dx, dweights [own rows, k], dgate_up, ddown}. The gradients of the experts' matrices run while the
+// sums of dx travel.
+Tensors experts_backward(const at::Tensor& grad, const at::Tensor& x_shard, const at::Tensor& table,
+                         const at::Tensor& hidden, const at::Tensor& kept, const at::Tensor& gate_up,
+                         const at::Tensor& down, c10::string_view group_name, int64_t experts, bool cut,
+                         c10::string_view tier) {
+  const Operand x = Operand::of(x_shard, 0, "x"), dy = Operand::of(grad.contiguous(), 0, "grad");
+  Group& group = Group::get(std::string(group_name));
+  const Held held = held_by(group, experts);
+  const c10::DeviceGuard on(x_shard.device());
+  const Route route = route_of("experts_backward", dy, down, group_name, tier, cut, table.size(0));
+  const bool was_kept = cut && group.crosses_hosts(x_shard.device());
+  AllRows rows_of_dy(route, dy, cut);
+  std::optional<AllRows> rows_of_x;
+  if (!was_kept) rows_of_x.emplace(route, x, cut);
+  const ExpertRows routed(table, held.first, held.count);
+  const int64_t features = down.size(2);
+  const auto empty = [&](int64_t width) { return at::empty({routed.size(), width}, x_shard.options()); };
+  const at::Tensor dy_rows = empty(x.width), dhidden = empty(2 * features), products = empty(features);
+  const at::Tensor x_rows = was_kept ? kept : empty(x.width);
+  const at::Tensor dp = at::zeros({table.size(0) * table.size(1) / 2}, table.options());
+  ExpertGemms through_down(down, /*transposed=*/false, routed);
+  ExpertGemms through_up(gate_up, /*transposed=*/false, routed);
+  SumsOfExperts sums(
+      route, x, routed, rows_at_once(route, routed, gate_up),
+      [&](int64_t expert, const ExpertRows::Run& run, const Chunk& range, const at::Tensor& out) {
+        rows_of_dy.copy(routed, expert, range, run.of(dy_rows));
+        if (rows_of_x) rows_of_x->copy(routed, expert, range, run.of(x_rows));
+        const at::Tensor dproduct = at::empty({run.count, features}, x_shard.options());
+        through_down.write(expert, dproduct, run.of(dy_rows));
+        const at::Tensor dots = at::empty({run.count}, table.options());
+        layers::weighted_swiglu_backward(dproduct, run.of(hidden), run.of(routed.weights()), run.of(dhidden),
+                                         run.of(products), dots);
+        dp.index_copy_(0, run.of(routed.places()), dots);
+        through_up.write(expert, out, run.of(dhidden));
+      });
+  MatmulScatter scatter(route, sums.parts(), /*all=*/!cut);
+  rows_of_dy.finish();
+  if (rows_of_x) rows_of_x->finish();
+  const at::Tensor dgate_up = at::empty(gate_up.sizes(), gate_up.options());
+  const at::Tensor ddown = at::empty(down.sizes(), down.options());
+  for (int64_t expert = 0; expert < held.count; ++expert) {
+    const ExpertRows::Run run = routed.of(expert);
+    WeightGradientGemm(run.of(dhidden), run.of(x_rows)).write(dgate_up.select(0, expert), 0, false);
+    WeightGradientGemm(run.of(dy_rows), run.of(products)).write(ddown.select(0, expert), 0, false);
+  }
+  const at::Tensor dx = scatter.finish().view(x_shard.sizes());
+  // Every weight belongs to one expert, so only one rank's term is not zero.
+  const at::Tensor terms = dp.view({table.size(0), table.size(1) / 2});
+  const at::Tensor dweights =
+      cut ? call_reduce_scatter(terms, group_name, /*dim=*/0) : call_all_reduce(terms, group_name);
+  return {dx, dweights, dgate_up, ddown};
+}
+
+// --- autograd
+
+struct Experts : Function<Experts> {
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& ids,
+                               const at::Tensor& weights, const at::Tensor& gate_up, const at::Tensor& down,
+                               c10::string_view group, int64_t count, bool cut, const c10::SymInt& rows,
+                               c10::string_view tier) {
+    variable_list outputs = [&] {
+      at::AutoDispatchBelowADInplaceOrView guard;
+      return Operator<experts>::call(x, ids, weights, gate_up, down, group, count, cut, rows, tier);
+    }();
+    ctx->save_for_backward(
+        {x, saved_output(outputs[1]), saved_output(outputs[2]), saved_output(outputs[3]), gate_up, down});
+    ctx->saved_data["group"] = std::string(group);
+    ctx->saved_data["experts"] = count;
+    ctx->saved_data["cut"] = cut;
+    ctx->saved_data["tier"] = std::string(tier);
+    ctx->mark_non_differentiable({outputs[1], outputs[2], outputs[3]});
+    return outputs;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    refuse_second_derivatives(kOp);
+    const Tensors saved = ctx->get_saved_variables();
+    const Tensors found = Operator<experts_backward>::call(
+        grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5],
+        ctx->saved_data["group"].toStringRef(), ctx->saved_data["experts"].toInt(),
+        ctx->saved_data["cut"].toBool(), ctx->saved_data["tier"].toStringRef());
+    variable_list result(10);
+    result[0] = found[0];
+    std::copy(found.begin() + 1, found.end(), result.begin() + 2);
+    return result;
+  }
+};
+
+}  // namespace
+
+void register_experts(torch::Library& m) {
+  Operator<experts>::define_differentiable<Experts>(
+      m,
+      "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, str group, int experts, "
+      "bool cut, SymInt rows, str tier) -> Tensor[]");
+  Operator<experts_backward>::define(
+      m,
+      "experts_backward(Tensor grad, Tensor x, Tensor table, Tensor hidden, Tensor kept, Tensor gate_up, "
+      "Tensor down, str group, int experts, bool cut, str tier) -> Tensor[]");
+}
+
+}  // namespace pyruntime

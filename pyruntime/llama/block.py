@@ -1,0 +1,186 @@
+"""One decoder layer of a Llama (`model.py` has its shapes), and what the layers of a forward pass share."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pyruntime import ops
+from pyruntime.context import Context
+from pyruntime.llama.attention import causal_attention
+from pyruntime.llama.config import LlamaConfig
+from pyruntime.llama.elementwise import Elementwise, for_this_pass
+from pyruntime.llama.expert_layer import MixtureOfExperts
+from pyruntime.llama.recompute import computed_again
+from pyruntime.nn import MergedColumnParallelLinear, RMSNorm, RowParallelLinear
+from pyruntime.nn.norm import Normed
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardPass:
+    """Local sizes, angles of the positions and documents, which all layers of one forward pass share."""
+
+    batch: int
+    seq: int
+    heads: int  # query heads on this rank
+    key_value_heads: int  # on this rank
+    cos: Tensor  # [seq, head_dim]
+    sin: Tensor
+    context: Context | None  # the ranks that share the sequence
+    # With documents and no context: the first key that each query sees, [B, seq] int32.
+    begin: Tensor | None = None
+    # With documents and a context: document ids of prefixes of the sequences, by the tokens of one rank.
+    documents: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
+
+    def documents_of(self, share: int) -> Tensor | None:
+        """Returns the document ids of the first `share` tokens of every context rank."""
+        return self.documents.get(share)
+
+
+class Cache(Protocol):
+    """Keys and values of earlier tokens."""
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends k and v of this layer, [B, G, S, d]; returns those of all tokens so far."""
+
+
+class Block(nn.Module):
+    """One decoder layer. Its norms only hold weights; `forward` gets them from `Llama.norm_weights`."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        options: dict,
+        keep_gathered: bool | None,
+        selective: bool,
+        elementwise: Elementwise,
+        mixture: MixtureOfExperts | None = None,
+    ):
+        super().__init__()
+        self.selective, self.elementwise = selective, elementwise
+        hidden, ffn = config.hidden_size, config.intermediate_size
+        q = config.num_attention_heads * config.head_dim
+        kv = config.num_key_value_heads * config.head_dim
+        attention, mlp = config.attention_bias, config.mlp_bias
+        column = {**options, "keep_gathered": keep_gathered}
+        place = {name: options[name] for name in ("group", "dtype", "device")}
+        self.eps = config.rms_norm_eps
+        self.hidden, self.y = hidden, options["group"].y
+        self.attention_norm = RMSNorm(hidden, self.eps, **place)
+        self.qkv = MergedColumnParallelLinear(hidden, {"q": q, "k": kv, "v": kv}, attention, **column)
+        self.out = RowParallelLinear(q, hidden, attention, **options)
+        self.has_head_norms = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, self.eps, **place)
+            self.k_norm = RMSNorm(config.head_dim, self.eps, **place)
+        self.mlp_norm = RMSNorm(hidden, self.eps, **place)
+        self.mixture = mixture
+        if mixture is None:
+            self.gate_up = MergedColumnParallelLinear(hidden, {"gate": ffn, "up": ffn}, mlp, **column)
+            self.down = RowParallelLinear(ffn, hidden, mlp, **options)
+
+    def forward(
+        self,
+        normed: Normed,
+        x: Tensor,
+        norm: Tensor,
+        mlp_norm: Tensor,
+        next_norm: Tensor | None,
+        step: ForwardPass,
+        cache: Cache | None,
+    ) -> tuple[Normed, Tensor]:
+        """Takes this layer's normalised input and the residual stream, [T/P, D]; returns both for the next
+        layer. Adding to the stream and normalising it is one pass over memory, so a layer ends with the norm
+        of the next. If that layer is on another rank (next_norm=None), both are the stream. norm: the weight
+        by which x was normalised."""
+        rows, between = step.batch * step.seq, for_this_pass(self.elementwise)
+        with self.again(normed.rows, between.rms_norm_again, x, normed.rstd, norm, self.eps):
+            qkv = self.qkv(normed.rows, rows)
+        if self.has_head_norms:
+            qkv = self._with_normed_heads(qkv, step, between)
+        q, k, v = between.rope(
+            qkv,
+            step.cos,
+            step.sin,
+            step.batch,
+            step.seq,
+            step.heads,
+            step.key_value_heads,
+            # Keys and values that outlive the layer, or travel, need memory of their own.
+            overwrite_qkv=cache is None and step.context is None,
+        )
+        if cache is not None:
+            k, v = cache.append(k, v)
+        if step.context is None:
+            attended = causal_attention(q, k, v, step.begin).transpose(1, 2)
+        else:
+            q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+            attended = step.context.attention(q, k, v, step.documents_of(k.shape[1]))
+        attended = attended.reshape(rows, -1)
+        normed, x = between.add_rms_norm(self.out(attended), x, mlp_norm, self.eps, self.hidden, self.y)
+        with self.again(normed.rows, between.rms_norm_again, x, normed.rstd, mlp_norm, self.eps):
+            made = (self.mixture or self.gate_up)(normed.rows, rows)
+        if self.mixture is not None:
+            mlp = made
+        else:
+            product = between.swiglu(made)
+            with self.again(product, between.swiglu, made):
+                mlp = self.down(product)
+        if next_norm is None:
+            x = x + mlp
+            return Normed(x, None), x
+        return between.add_rms_norm(mlp, x, next_norm, self.eps, self.hidden, self.y)
+
+    def _with_normed_heads(self, qkv: Tensor, step: ForwardPass, between: Elementwise) -> Tensor:
+        """Returns qkv [T, (H + 2 G) d / P] with every query and key head normalised."""
+        weights = torch.stack([self.q_norm.weight, self.k_norm.weight])
+        if self.qkv.group.size > 1:  # every rank has its own heads
+            weights = ops.replicate_grad(weights, self.qkv.group.name)
+        heads = qkv.view(qkv.shape[0], step.heads + 2 * step.key_value_heads, -1)
+        q, k, v = heads.split([step.heads, step.key_value_heads, step.key_value_heads], 1)
+        q, k = (
+            between.of_norm(each.contiguous(), weight, self.eps)
+            for each, weight in zip((q, k), weights.unbind(), strict=True)
+        )
+        return torch.cat([q, k, v], 1).view(qkv.shape)
+
+    def again(
+        self, made: Tensor, compute: Callable[..., Tensor], *arguments: Any
+    ) -> contextlib.AbstractContextManager[None]:
+        """Within this context, with selective recomputation, a linear does not save `made`: its backward pass
+        computes it again, as `compute(*arguments)`."""
+        if not self.selective or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "recompute='selective' does not run under torch.compile, which chooses by itself what it "
+                "computes again; build the model with recompute='none' or 'full'."
+            )
+        free = [each.detach() if isinstance(each, Tensor) else each for each in arguments]
+        return computed_again(made, functools.partial(compute, *free))
+
+
+class NormedOnce:
+    """A layer for `checkpoint`, which keeps the arguments and runs the layer twice. The normalised x is given
+    for the first run and computed again for the second, so that it is not kept."""
+
+    def __init__(self, block: Block, normed: Normed):
+        self._block, self._rstd, self._first = block, normed.rstd, [normed.rows]
+        self._requires_grad = normed.rows.requires_grad
+
+    def __call__(self, x: Tensor, norm: Tensor, *others: Any) -> tuple[Normed, Tensor]:
+        return self._block(Normed(self._rows(x, norm), self._rstd), x, norm, *others)
+
+    def _rows(self, x: Tensor, norm: Tensor) -> Tensor:
+        if self._first:
+            return self._first.pop()
+        with torch.no_grad():
+            rows = self._block.elementwise.rms_norm_again(x, self._rstd, norm, self._block.eps)
+        # The second graph must save the same tensors as the first.
+        return rows.requires_grad_(self._requires_grad)

@@ -1,0 +1,46 @@
+"""The experts of a layer, in the place of its feed-forward network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from pyruntime.llama.mixture import Mixture
+from pyruntime.nn import MergedColumnParallelLinear, ParallelExperts, Router, RouterLosses, RowParallelLinear
+from pyruntime.nn.router import Scores
+from pyruntime.ops.layers import swiglu
+
+
+class MixtureOfExperts(nn.Module):
+    """y = sum over a row's experts of their weight times E_i(x), plus sigmoid(x w) S(x) if there is a shared
+    expert S. Call: layer(x, rows) with this rank's rows [T/P, D] of the T rows; returns [T/P, D]."""
+
+    def __init__(self, mixture: Mixture, hidden: int, losses: RouterLosses | None, options: dict[str, Any]):
+        super().__init__()
+        place = {name: options[name] for name in ("group", "dtype", "device")}
+        self.router = Router(
+            hidden,
+            mixture.experts,
+            mixture.per_token,
+            renormalize=mixture.renormalize,
+            losses=losses,
+            **place,
+        )
+        self.experts = ParallelExperts(mixture.experts, hidden, mixture.width, tier=options["tier"], **place)
+        self.has_shared = mixture.shared_width > 0
+        if self.has_shared:
+            width = mixture.shared_width
+            self.shared_gate_up = MergedColumnParallelLinear(
+                hidden, {"gate": width, "up": width}, False, **options
+            )
+            self.shared_down = RowParallelLinear(width, hidden, False, **options)
+            self.shared_gate = Scores(hidden, 1, **place)
+
+    def forward(self, x: Tensor, rows: int) -> Tensor:
+        routed = self.router(x)
+        y = self.experts(x, *routed, rows)
+        if not self.has_shared:
+            return y
+        shared = self.shared_down(swiglu(self.shared_gate_up(x, rows)))
+        return y + self.shared_gate(x).sigmoid().to(y.dtype) * shared

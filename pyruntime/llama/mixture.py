@@ -1,0 +1,65 @@
+"""The sizes of the experts that take the place of a layer's feed-forward network, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pyruntime.text import short_repr
+
+MOST_EXPERTS = 2**12
+"""Limit on experts, some ten times the most of a published model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """The sizes of a model's experts. Raises ValueError for numbers that make none."""
+
+    experts: int
+    """Experts of a layer, E."""
+    per_token: int
+    """Experts that a token goes to, k."""
+    width: int
+    """Features between an expert's two linears, F."""
+    renormalize: bool = True
+    """Whether the weights of a token's experts are divided by their sum."""
+    shared_width: int = 0
+    """Features of an expert that all tokens go to, times the sigmoid of a linear of one output (Qwen2-MoE);
+    0: none."""
+    dense_layers: int = 0
+    """The first layers, which have one feed-forward network in place of experts."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("experts", 1),
+            ("per_token", 1),
+            ("width", 1),
+            ("shared_width", 0),
+            ("dense_layers", 0),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value < 2**24:
+                raise ValueError(
+                    f"{name}={short_repr(value)} of the experts must be a whole number from {least} to below "
+                    "2**24."
+                )
+        if type(self.renormalize) is not bool:
+            raise ValueError(
+                f"renormalize={short_repr(self.renormalize)} of the experts must be true or false."
+            )
+        if self.experts > MOST_EXPERTS:
+            raise ValueError(f"experts={self.experts} are more than any model's; use at most {MOST_EXPERTS}.")
+        if self.per_token > self.experts:
+            raise ValueError(
+                f"A token cannot go to {self.per_token} of {self.experts} experts; use fewer "
+                "experts_per_token."
+            )
+
+    def has(self, layer: int) -> bool:
+        """Whether the layer of that number has experts."""
+        return layer >= self.dense_layers
+
+    def parameters(self, hidden: int, *, used: bool = False) -> int:
+        """Number of weights of one layer's experts and router; used: of those that one token goes to."""
+        experts = self.per_token if used else self.experts
+        shared = 3 * hidden * self.shared_width + (hidden if self.shared_width else 0)
+        return 3 * hidden * self.width * experts + hidden * self.experts + shared

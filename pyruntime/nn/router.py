@@ -1,0 +1,250 @@
+"""Routers of experts: the experts that a token goes to and their weights, and the losses that spread tokens.
+
+Scores and choice are fp32 (fp64 for fp64 rows); of equal scores the lowest expert's is taken. With T tokens
+of all ranks that share a step, E experts, k for each token, logits z [T, E], p = softmax(z), C_i the number
+of tokens of expert i::
+
+    balance loss   E / (k T^2) sum_i C_i sum_t p_ti                         (1 where all experts get alike)
+    z loss         1 / T sum_t logsumexp(z_t)^2
+
+(Fedus et al. 2022, arXiv 2101.03961, equation 4, divided by k as Megatron-LM does; Zoph et al. 2022, arXiv
+2202.08906, equation 5.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from pyruntime import ops
+from pyruntime.nn.module import ParallelModule
+from pyruntime.nn.parameters import Group, Part, TensorGroup
+from pyruntime.ops.attention import statistics_dtype
+
+
+class Routed(NamedTuple):
+    """The experts of rows and their weights."""
+
+    ids: Tensor
+    """[M, k], int64"""
+    weights: Tensor
+    """[M, k], fp32 (fp64 for fp64 logits)"""
+
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """Returns the indices [..., k] of the k largest of scores [..., E], largest first; of equal ones the
+    lowest index first, which torch.topk does not promise."""
+    left, found = scores.detach().clone(), []
+    for _ in range(k):
+        found.append(left.argmax(-1, keepdim=True))
+        left.scatter_(-1, found[-1], -math.inf)
+    return torch.cat(found, -1)
+
+
+def softmax_routes(logits: Tensor, k: int, *, renormalize: bool = True) -> Routed:
+    """Routes rows by the k largest of logits [M, E]. The weights are softmax over all experts; renormalize:
+    divided by their sum, which is the softmax over the chosen (Mixtral, Qwen3; not Qwen2-MoE, OLMoE)."""
+    ids = top_k(logits, k)
+    weights = logits.softmax(-1).gather(-1, ids)
+    return Routed(ids, weights / weights.sum(-1, keepdim=True) if renormalize else weights)
+
+
+def sigmoid_routes(
+    logits: Tensor, k: int, bias: Tensor, *, groups: int = 1, best_groups: int = 1, factor: float = 1.0
+) -> Routed:
+    """Routes rows by the k largest of sigmoid(logits) + bias, in the groups of experts whose two best of
+    these have the largest sums (DeepSeek-V3, arXiv 2412.19437, equations 12 to 16; GLM-4-MoE).
+
+    The weights are sigmoid(logits), without bias, divided by their sum, times factor. bias: [E], no gradient.
+    Raises ValueError unless `groups` divides the experts into groups of two at least, of which the best ones
+    have k experts."""
+    experts = logits.shape[-1]
+    size = experts // groups
+    if groups > 1 and (experts % groups or size < 2 or best_groups * size < k or best_groups > groups):
+        raise ValueError(
+            f"{experts} experts in {groups} groups, of which {best_groups} are open to a token that takes "
+            f"{k}: groups must be equal, of two experts at least, and the open ones must hold as many as it "
+            "takes."
+        )
+    scores = logits.sigmoid()
+    biased = scores.detach() + bias
+    if groups > 1:
+        best = biased.unflatten(-1, (groups, size)).topk(2, -1).values.sum(-1)
+        closed = torch.ones_like(best, dtype=torch.bool).scatter_(-1, top_k(best, best_groups), False)
+        # Not 0: biased scores may be negative, and a closed group would win.
+        biased = biased.masked_fill(closed.repeat_interleave(size, -1), -math.inf)
+    ids = top_k(biased, k)
+    weights = scores.gather(-1, ids)
+    return Routed(ids, weights / (weights.sum(-1, keepdim=True) + 1e-20) * factor)
+
+
+def moved_bias(bias: Tensor, counts: Tensor, rate: float, *, centred: bool = False) -> Tensor:
+    """Returns the bias [E] of `sigmoid_routes` after a step in which the experts had `counts` rows: raised by
+    `rate` for experts with fewer rows than the mean, lowered for those with more (arXiv 2408.15664). centred:
+    the change has the mean 0."""
+    change = torch.sign(counts.double().mean() - counts)
+    return bias + rate * (change - change.mean() if centred else change)
+
+
+def counts_of(ids: Tensor, experts: int) -> Tensor:
+    """Returns the rows of each expert, [E], fp64."""
+    ids = ids.reshape(-1)
+    # Whole numbers, so their sums have the same bits in any order.
+    ones = torch.ones(ids.shape, dtype=torch.float64, device=ids.device)
+    return torch.zeros(experts, dtype=torch.float64, device=ids.device).scatter_add_(0, ids, ones)
+
+
+def balance_loss(probabilities: Tensor, counts: Tensor, k: int) -> Tensor:
+    """Returns the share of rows [M, E] in the balance loss of all tokens, whose experts had `counts` rows."""
+    tokens = counts.sum() / k
+    shares = (counts / tokens / (k * tokens) * counts.numel()).to(probabilities.dtype)
+    return (shares * probabilities.sum(0)).sum()
+
+
+def z_loss(logits: Tensor, tokens: Tensor | int) -> Tensor:
+    """Returns the share of the rows of logits [M, E] in the z loss of all tokens."""
+    return logits.logsumexp(-1).square().sum() / tokens
+
+
+@dataclass
+class RouterLosses:
+    """The losses that routers add to a step, and the ranks that its tokens are spread over. Each router adds
+    its own; nothing is added in evaluation mode and without gradients."""
+
+    balance: float = 0.0
+    """Weight of the balance loss."""
+    z: float = 0.0
+    """Weight of the z loss."""
+    groups: Sequence[Group] = ()
+    """Groups over which the tokens of a step are cut; counts are summed over one after the other."""
+    shares: int = 1
+    """Ranks of these groups over which gradients are averaged, not summed (dp times cp)."""
+    scale: float = 1.0
+    """The factor of the main loss, 1 over the number of micro-batches."""
+
+    def of(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Returns this rank's share of the losses of logits [M, E], such that gradients that are summed over
+        tensor-parallel and averaged over all other ranks are those of all tokens, and what `Router.take_load`
+        sums of it; None if there are no losses. All ranks of the groups call it alike."""
+        if not (self.balance or self.z):
+            return None
+        counts, k = counts_of(ids, logits.shape[-1]), ids.shape[-1]
+        for group in self.groups:
+            counts = ops.all_gather_stats(counts, group).sum(0)
+        tokens, shares = (counts.sum() / k).to(logits.dtype), logits.softmax(-1)
+        balance, z = balance_loss(shares, counts, k), z_loss(logits, tokens)
+        entropy = torch.special.entr(shares.detach()).sum() / tokens
+        load = torch.cat([counts, self.scale * torch.stack([entropy, balance.detach(), z.detach()]).double()])
+        parts = [weight * loss for weight, loss in ((self.balance, balance), (self.z, z)) if weight]
+        return sum(parts, logits.new_zeros(())) * (self.shares * self.scale), load
+
+
+class _WithLoss(torch.autograd.Function):
+    """Identity of the weights. Its backward pass is also that of the loss: so a pipeline stage needs no
+    further output. There `load` is added to `total`: once, though recomputation repeats the forward pass."""
+
+    @staticmethod
+    def forward(ctx, weights: Tensor, loss: Tensor, load: Tensor, total: Tensor) -> Tensor:
+        ctx.dtype, ctx.load, ctx.total = loss.dtype, load, total
+        return weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        ctx.total += ctx.load
+        return grad, torch.ones((), dtype=ctx.dtype, device=grad.device), None, None
+
+
+class _Logits(torch.autograd.Function):
+    """x W^T in fp32. Keeps x as it is, not its fp32 copy."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        wide = statistics_dtype(x)
+        return x.to(wide) @ weight.to(wide).T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        dx = (grad @ weight.to(grad.dtype)).to(x.dtype)
+        return dx, (grad.T @ x.to(grad.dtype)).to(weight.dtype)
+
+
+class Scores(ParallelModule):
+    """x W^T of this rank's rows x [M, D] of those that the group shares, in fp32: [M, N].
+
+    Every rank of the group has the whole weight [N, D], and its gradient is summed over the group. State
+    dict: "weight"."""
+
+    def __init__(
+        self,
+        features: int,
+        scores: int,
+        *,
+        group: Group | TensorGroup | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__(group)
+        self.add_parameter("weight", None, [Part("weight", (scores, features))], dtype, device)
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=0.02)
+
+    def compute(self, x: Tensor) -> Tensor:
+        weight = self.weight if self.group.size == 1 else ops.replicate_grad(self.weight, self.group.name)
+        return _Logits.apply(x, weight)
+
+
+class Router(Scores):
+    """Chooses k of E experts for every row by softmax of a linear, `softmax_routes`.
+
+    Call: router(x) with this rank's rows [M, D] of those that the group shares; returns (ids, weights), as
+    `pyruntime.nn.ParallelExperts` takes them. losses: what it adds to a step in training mode; None: nothing.
+    Raises ValueError for more experts of a row than there are."""
+
+    def __init__(
+        self,
+        features: int,
+        experts: int,
+        k: int,
+        *,
+        renormalize: bool = True,
+        losses: RouterLosses | None = None,
+        **place: Any,
+    ):
+        super().__init__(features, experts, **place)
+        if not 1 <= k <= experts:
+            raise ValueError(f"A row cannot have {k} of {experts} experts; use 1 to {experts}.")
+        self.experts, self.k, self.renormalize, self.losses = experts, k, renormalize, losses
+        self._load: Tensor | None = None
+
+    def compute(self, x: Tensor) -> Routed:
+        logits = super().compute(x)
+        routed = softmax_routes(logits, self.k, renormalize=self.renormalize)
+        if self.losses is None or not (self.training and torch.is_grad_enabled()):
+            return routed
+        found = self.losses.of(logits, routed.ids)
+        if found is None:
+            return routed
+        loss, load = found
+        if self._load is None:
+            self._load = torch.zeros_like(load)
+        return Routed(routed.ids, _WithLoss.apply(routed.weights, loss, load, self._load))
+
+    def take_load(self) -> Tensor | None:
+        """Returns what backward passes since the last call have summed, fp64 [E + 3]: the rows of each expert
+        on all ranks of the losses' groups, and this rank's shares of the mean entropy of probabilities, in
+        nats, the balance loss and the z loss. None if there were no losses."""
+        load, self._load = self._load, None
+        return load
+
+    def extra_repr(self) -> str:
+        return f"experts={self.experts}, k={self.k}, renormalize={self.renormalize}, group=({self.group})"

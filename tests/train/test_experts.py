@@ -1,0 +1,258 @@
+"""Training a model with experts on a mesh is training it on one rank, losses of routers included."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from pyruntime.nn import RouterLosses, router
+from pyruntime.train import model_of_run
+from pyruntime.train.config import Grid, Model
+from pyruntime.train.errors import ConfigError
+from pyruntime.train.resolved import check
+from tests.train import jobs
+from tools import check_parity as parity
+
+MODEL = Model(
+    preset="debug",
+    hidden_size=48,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=12,
+    num_key_value_heads=6,
+    vocab_size=259,
+    experts=7,
+    experts_per_token=2,
+    expert_size=40,
+    shared_expert_size=48,
+    dense_layers=1,
+)
+"""Seven experts are ragged over 2 ranks and over 3."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A job for one rank, with losses of routers that weigh as much as the main one."""
+    config = parity.job(tmp_path_factory.mktemp("experts"))
+    config = jobs.changed(config, "model", **vars(MODEL))
+    config = jobs.changed(config, "train", balance_loss=0.5, router_z_loss=0.1)
+    jobs.prepare(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def whole(ranks, config):
+    """What one rank makes of it in steps of one and of two micro-batches."""
+    return {count: ranks.run(steps_of, 1, on_mesh(config, count))[0] for count in (1, 2)}
+
+
+def steps_of(group, config):
+    return parity.steps_of(jobs.runtime(group, config), config)
+
+
+def on_mesh(config, micro_batches, schedule="1f1b", recompute="none", **sizes):
+    size = parity.BATCH // (sizes.get("dp", 1) * micro_batches)
+    config = jobs.changed(config, "train", micro_batch_size=size, activation_checkpointing=recompute)
+    config = jobs.changed(config, "parallel", **{"tp": 1} | sizes)
+    return jobs.changed(config, "pipeline", kind=schedule)
+
+
+def test_one_rank_repeats_itself(ranks, config, whole):
+    again = ranks.run(steps_of, 1, on_mesh(config, 2))[0]
+    assert again == whole[2]
+    assert again[-1][0] < again[0][0]
+
+
+# The data-parallel ranks of a micro-batch have other sequences together than one rank, if there are several.
+MESHES = {
+    "tp2": (2, {"tp": 2}),
+    "tp3": (2, {"tp": 3}),
+    "tp2 full recomputation": (2, {"tp": 2, "recompute": "full"}),
+    "tp2 selective recomputation": (2, {"tp": 2, "recompute": "selective"}),
+    "dp4 zero2 hybrid": (1, {"dp": 4, "zero": 2, "dp_replicate": 2}),
+    "dp4 zero1": (1, {"dp": 4, "zero": 1}),
+    "dp4 zero3": (1, {"dp": 4, "zero": 3}),
+    "tp2 dp2 zero0": (1, {"tp": 2, "dp": 2, "zero": 0}),
+    "tp2 dp2 zero3": (1, {"tp": 2, "dp": 2, "zero": 3}),
+    "tp2 cp2 zero2": (2, {"tp": 2, "cp": 2, "zero": 2}),
+    "cp2 dp2 zero3": (1, {"cp": 2, "dp": 2, "zero": 3}),
+    "pp4 zb-h1": (2, {"pp": 4, "schedule": "zb-h1"}),
+    "tp2 pp2 1f1b": (2, {"tp": 2, "pp": 2}),
+    "tp2 pp2 zb-v": (2, {"tp": 2, "pp": 2, "schedule": "zb-v"}),
+    "pp2 dp2 zero3 gpipe": (1, {"pp": 2, "dp": 2, "zero": 3, "schedule": "gpipe"}),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.second_tier(but=["tp3", "tp2 dp2 zero3", "tp2 pp2 zb-v"])
+def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
+    micro_batches, sizes = MESHES[name]
+    asked = on_mesh(config, micro_batches, **sizes)
+    of_mesh = asked.parallel
+    found = ranks.run(steps_of, of_mesh.tp * of_mesh.dp * of_mesh.cp * of_mesh.pp, asked)
+    assert found[0] == found[-1]
+    assert parity.difference(found[0], whole[micro_batches]) <= parity.TOLERANCE
+
+
+@pytest.mark.second_tier
+def test_a_run_is_resumed_on_other_meshes(ranks, config, tmp_path):
+    """Three steps on four ranks, then three on other numbers of ranks, are six on one."""
+    config = jobs.changed(on_mesh(config, 1), "train", steps=6, val_every=0)
+    config = jobs.changed(config, "checkpoint", every_steps=3, keep=9)
+    runs = {}
+    for name in ("one", "four"):
+        runs[name] = jobs.changed(config, "output", run_dir=str(tmp_path / name))
+        (tmp_path / name).mkdir()
+    whole = ranks.run(jobs.history, 1, runs["one"])[0]
+    four = on_mesh(runs["four"], 1, tp=2, dp=2, zero=3)
+    ranks.run(jobs.history, 4, four)
+    saved = tmp_path / "four" / "checkpoints" / "step-000003"
+    for count in (1, 3):
+        other = jobs.changed(runs["one"], "output", run_dir=str(tmp_path / f"again{count}"))
+        other = jobs.changed(other, "parallel", tp=count)
+        (tmp_path / f"again{count}").mkdir()
+        found = ranks.run(jobs.history, count, other, saved)
+        assert [each.step for each in found[0]] == [4, 5, 6]
+        jobs.check_curves(found, whole[3:])
+    states = [
+        ranks.run(jobs.full_state, count, jobs.changed(runs["one"], "parallel", tp=count), saved)[0]
+        for count in (1, 2)
+    ]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_slices_of_a_pipeline_without_losses_of_routers(ranks, config):
+    config = jobs.changed(config, "train", balance_loss=0.0, router_z_loss=0.0)
+    expected = ranks.run(steps_of, 1, on_mesh(config, 2))[0]
+    piped = on_mesh(config, 2, tp=2, pp=2, schedule="seq1f1b")
+    found = ranks.run(steps_of, 4, jobs.changed(piped, "pipeline", slices=2))
+    assert found[0] == found[-1]
+    assert parity.difference(found[0], expected) <= parity.TOLERANCE
+
+
+def test_counts_of_other_ranks_matter(ranks, config, whole):
+    """With the rows of a rank alone, as they were often counted, the losses of routers are others."""
+    found = ranks.run(with_own_counts, 2, on_mesh(config, 2, tp=2))
+    assert parity.difference(found[0], whole[2]) > 3 * parity.TOLERANCE
+
+
+def with_own_counts(group, config):
+    with patch.object(model_of_run, "_router_losses", own_losses):
+        return steps_of(group, config)
+
+
+def own_losses(run, runtime):
+    return RouterLosses(run.config.train.balance_loss, run.config.train.router_z_loss, scale=0.5)
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "message"),
+    [
+        (
+            "optimizer",
+            {"name": "muon"},
+            "optimizer.name=muon does not support a model with 7 experts yet; use",
+        ),
+        ("train", {"check_types": True}, "train.check_types=true does not support a model with 7 experts"),
+        ("parallel", {"tp_slices": 2}, "parallel.tp_slices=2 does not support a model with experts"),
+        ("parallel", {"tp_wire": "fp8"}, "parallel.tp_wire=fp8 does not support a model with 7 experts"),
+        ("parallel", {"tp": Grid(1, 2)}, "cuts features over y, which a model with experts does not support"),
+        ("model", {"experts": 2, "experts_per_token": 3}, "A token cannot go to 3 of 2 experts"),
+        ("model", {"experts": 0}, "model.experts_per_token applies to experts, and there are none"),
+        ("model", {"experts": 1, "experts_per_token": 1}, "tp=2 leaves a rank without one of the 1 experts"),
+        ("train", {"balance_loss": 2.0}, "train.balance_loss must be between 0 and 1"),
+    ],
+)
+def test_what_experts_do_not_support_is_refused(config, section, options, message):
+    asked = jobs.changed(jobs.changed(config, "parallel", tp=2), section, **options)
+    asked = jobs.changed(asked, "data", tokenizer="bytes")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check(asked, 2)
+
+
+def test_slices_of_a_pipeline_with_a_balance_loss_are_refused(config):
+    asked = jobs.changed(on_mesh(config, 2, tp=1, pp=2, schedule="seq1f1b"), "pipeline", slices=2)
+    with pytest.raises(ConfigError, match=r"train\.balance_loss=0\.5 counts the tokens of whole"):
+        check(jobs.changed(asked, "data", tokenizer="bytes"), 2)
+
+
+WATCHED = {
+    "one": (2, {}),
+    "tp2": (2, {"tp": 2}),
+    "tp2 dp2 full recomputation": (1, {"tp": 2, "dp": 2, "recompute": "full"}),
+    "tp2 pp2 zb-h1": (2, {"tp": 2, "pp": 2, "schedule": "zb-h1"}),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_load_of_experts_is_that_of_a_recount(ranks, config, counted, name):
+    """Imbalance of the tensor-parallel ranks aside, the figures are one rank's on every mesh."""
+    micro_batches, sizes = WATCHED[name]
+    asked = on_mesh(config, micro_batches, **sizes)
+    found = ranks.run(first_steps, asked.parallel.tp * asked.parallel.dp * asked.parallel.pp, asked)
+    for steps in found:
+        for step, expected in zip(steps, counted[micro_batches, asked.parallel.tp], strict=True):
+            for figure, value in expected.items():
+                assert getattr(step, figure) == pytest.approx(value, rel=2e-4), figure
+    assert found[0][-1].expert_imbalance == found[-1][-1].expert_imbalance
+
+
+@pytest.fixture(scope="module")
+def counted(ranks, config):
+    """The figures of the first two steps of one rank, as recounted from logits."""
+    found = {}
+    for micro_batches in (1, 2):
+        steps = ranks.run(logits_of_steps, 1, on_mesh(config, micro_batches), micro_batches)[0]
+        for tp in (1, 2):
+            found[micro_batches, tp] = [recounted(each, tp) for each in steps]
+    return found
+
+
+def first_steps(group, config):
+    """What the first two steps measured. Takes no checkpoint."""
+    made = jobs.trainer(group, config)
+    with contextlib.closing(made.fit()) as steps:
+        found = [next(steps), next(steps)]
+    made.close()
+    return found
+
+
+def logits_of_steps(group, config, micro_batches):
+    """Returns for each of two steps and its micro-batches the logits of each layer."""
+    seen, route = [], router.softmax_routes
+
+    def recorded(logits, *args, **options):
+        seen.append(logits.detach().double())
+        return route(logits, *args, **options)
+
+    with patch.object(router, "softmax_routes", recorded):
+        first_steps(group, config)
+    return torch.stack(seen).unflatten(0, (2, micro_batches, MODEL.num_hidden_layers - MODEL.dense_layers))
+
+
+def recounted(micro_batches, tp):
+    """Figures of a step's logits [micro-batches, layers, T, E]."""
+    experts, k = MODEL.experts, MODEL.experts_per_token
+    shares, tokens = micro_batches.softmax(-1), micro_batches.shape[-2]
+    chosen = torch.zeros_like(shares).scatter_(-1, micro_batches.topk(k).indices, 1.0).sum(-2)
+    balance = experts / (k * tokens**2) * (chosen * shares.sum(-2)).sum(-1)
+    rows = chosen.sum(0)
+    of_ranks = torch.stack([each.sum(-1) for each in rows.chunk(tp, -1)], -1)
+    entropy = -(shares * shares.log()).sum(-1).mean((0, 2))
+    by_layer = {
+        "expert_imbalance": rows.amax(-1) / rows.mean(-1),
+        "rank_imbalance": of_ranks.amax(-1) / of_ranks.mean(-1),
+        "router_entropy": entropy,
+    }
+    first = MODEL.dense_layers
+    named = {
+        name: {str(first + number): each for number, each in enumerate(values.tolist())}
+        for name, values in by_layer.items()
+    }
+    z = micro_batches.logsumexp(-1).square().mean()
+    return {**named, "balance_loss": float(balance.mean()), "router_z_loss": float(z)}
