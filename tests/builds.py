@@ -37,9 +37,11 @@ class Recipe:
     what: str
     """Its name in messages: "the C++ tests"."""
     folder: Path
-    """ninja's folder; no other recipe's."""
+    """ninja's folder; another recipe's only if that has the same text."""
     text: str
     """The text of build.ninja."""
+    target: str = ""
+    """The file of it that is wanted; all of them by default. A folder has one recipe for each."""
 
 
 class Builds:
@@ -80,10 +82,11 @@ class Build:
 
     def __init__(self, recipe: Recipe, jobs: int) -> None:
         worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-        self._what, self._log = recipe.what, recipe.folder / f"build{worker}.log"
+        name = f"build{worker}{Path(recipe.target).stem}"
+        self._what, self._log = recipe.what, recipe.folder / f"{name}.log"
         self._ninja: subprocess.Popen[bytes] | None = None
         recipe.folder.mkdir(parents=True, exist_ok=True)
-        written = recipe.folder / f"build{worker}.ninja"
+        written = recipe.folder / f"{name}.ninja"
         written.write_text(recipe.text)
         try:
             ninja = find_ninja()
@@ -93,7 +96,7 @@ class Build:
         command = [sys.executable, "-m", "tests.builds", str(os.getpid()), str(recipe.folder), ninja]
         with self._log.open("wb") as log:
             self._ninja = subprocess.Popen(
-                [*command, "-C", str(recipe.folder), "-f", written.name, "-j", str(jobs)],
+                [*command, "-C", str(recipe.folder), "-f", written.name, "-j", str(jobs), *recipe.target.split()],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

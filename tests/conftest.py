@@ -33,7 +33,7 @@ with contextlib.suppress(ModuleNotFoundError):
 
 pytest_plugins = ["tests.beside", "tests.costs", "tests.skips", "tests.tiers"]
 RANKS = pytest.StashKey[Ranks]()
-OF_BUILDS = {"built", "host_kernels", "simulated"}
+OF_BUILDS = {"built", "host_kernels", "host_programs", "simulated"}
 """Fixtures of tests that need a build; such tests come last, when it has ended."""
 
 

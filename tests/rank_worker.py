@@ -118,6 +118,11 @@ def become_rank(request: SpawnRequest) -> dict[int, Any]:
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     os.environ.update(request.environment)
+    import torch
+
+    # Alone: this fork's first call replaces torch's pool of threads, and a second thread's beside it would
+    # find none ("Invalid thread pool!"); a new thread's first operator is such a call.
+    torch.set_num_threads(1)
     if not request.group_sizes:
         return {0: None}
 

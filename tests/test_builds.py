@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,6 +72,18 @@ def test_what_was_wanted_is_there_when_it_is_finished_and_tests_come_first(begin
     begun.finish(wanted)
     assert int((tmp_path / "made").read_text()) == min(19, os.nice(0) + NICENESS)
     begun.finish(wanted)
+
+
+def test_a_target_is_built_alone_and_the_rest_by_the_recipe_of_all(begin, tmp_path):
+    all_of_it = recipe(tmp_path, "touch $out")
+    all_of_it = replace(all_of_it, text=all_of_it.text + "build other: run\n")
+    one = replace(all_of_it, target="made")
+    begin(one).finish(one)
+    assert (tmp_path / "made").exists() and not (tmp_path / "other").exists()
+    both = begin(one, all_of_it)
+    both.finish(one)
+    both.finish(all_of_it)
+    assert (tmp_path / "other").exists()
 
 
 def test_a_build_that_fails_is_told_with_its_output_and_others_succeed(begin, tmp_path):
@@ -137,4 +150,6 @@ def test_a_session_builds_what_its_tests_need_and_no_more():
     kernels = SimpleNamespace(fixturenames=["host_kernels", "ranks"])
     assert wanted_by(plain) == []
     assert wanted_by(plain, threads, threads) == ["the C++ tests (threads)"]
-    assert wanted_by(kernels, plain, kernels) == ["the kernels in the host dialect"]
+    assert wanted_by(kernels, plain, kernels) == ["the kernels' library in the host dialect"]
+    programs = SimpleNamespace(fixturenames=["host_programs"])
+    assert wanted_by(programs) == ["the kernels in the host dialect"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 from tests.builds import Recipe
@@ -89,9 +90,14 @@ def on_pretended_hip(folder: Path = BUILD / "pretended_hip", version: int = 0) -
     return str(kernels)
 
 
+def library_recipe() -> Recipe:
+    """Returns the build of LIBRARY alone."""
+    return replace(recipe(), what="the kernels' library in the host dialect", target=str(LIBRARY))
+
+
 @functools.cache
 def recipe() -> Recipe:
-    """Returns the build of all programs and the library."""
+    """Returns the build of all programs and LIBRARY."""
     includes = [f"-I{ROOT / folder}" for folder in INCLUDES]
     lines = [
         "ninja_required_version = 1.3",

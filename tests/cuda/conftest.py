@@ -9,14 +9,24 @@ from tests.cuda import build, cuda_like
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    for fixture, recipe in (("host_kernels", build.recipe), ("cuda_like_memory", cuda_like.recipe)):
+    for fixture, recipe in (
+        ("host_kernels", build.library_recipe),
+        ("host_programs", build.recipe),
+        ("cuda_like_memory", cuda_like.recipe),
+    ):
         if any(fixture in getattr(item, "fixturenames", ()) for item in session.items):
             session.config.stash[BUILDS].want(recipe())
 
 
 @pytest.fixture(scope="session")
 def host_kernels(request: pytest.FixtureRequest) -> None:
-    """The programs and the library of the host dialect (tests/cuda/build.py)."""
+    """The library of the host dialect (tests/cuda/build.py)."""
+    request.config.stash[BUILDS].finish(build.library_recipe())
+
+
+@pytest.fixture(scope="session")
+def host_programs(request: pytest.FixtureRequest) -> None:
+    """The programs of the host dialect, and its library."""
     request.config.stash[BUILDS].finish(build.recipe())
 
 

@@ -14,7 +14,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         "simulated" in getattr(item, "fixturenames", ()) for item in session.items
     ):
         session.config.stash[BUILDS].want(build.recipe())
-        session.config.stash[BUILDS].want(kernels.recipe())
+        session.config.stash[BUILDS].want(kernels.library_recipe())
 
 
 @pytest.fixture(scope="session")
@@ -23,4 +23,4 @@ def simulated(request: pytest.FixtureRequest) -> None:
     if sim.DEVICE != "sim":
         return
     request.config.stash[BUILDS].finish(build.recipe())
-    request.config.stash[BUILDS].finish(kernels.recipe())
+    request.config.stash[BUILDS].finish(kernels.library_recipe())

@@ -13,7 +13,7 @@ TIMEOUT_S = 120
 
 
 @pytest.mark.parametrize(("name", "variant"), builds())
-def test_program(host_kernels: None, name: str, variant: str) -> None:
+def test_program(host_programs: None, name: str, variant: str) -> None:
     ran = subprocess.run(
         [program(name, variant)],
         capture_output=True,

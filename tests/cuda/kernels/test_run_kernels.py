@@ -26,7 +26,7 @@ def run(program: Path, *words: str, **environment: str) -> subprocess.CompletedP
     )
 
 
-def test_all_cases_run_in_the_host_dialect(host_kernels: None) -> None:
+def test_all_cases_run_in_the_host_dialect(host_programs: None) -> None:
     ran = run(RUN_KERNELS)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     *cases, last = ran.stdout.splitlines()[1:]
@@ -35,7 +35,7 @@ def test_all_cases_run_in_the_host_dialect(host_kernels: None) -> None:
 
 
 @pytest.fixture(scope="module")
-def breaks(host_kernels: None, tmp_path_factory: pytest.TempPathFactory) -> str:
+def breaks(host_programs: None, tmp_path_factory: pytest.TempPathFactory) -> str:
     return stand_before_library("broken_kernels", tmp_path_factory.mktemp("broken"))
 
 
@@ -65,7 +65,7 @@ def test_what_is_broken_is_a_line_that_says_so(
     assert all(line.startswith("FAILED") and re.search(said, line) for line in cases), ran.stdout
 
 
-def test_words_that_no_case_has_are_no_success(host_kernels: None) -> None:
+def test_words_that_no_case_has_are_no_success(host_programs: None) -> None:
     assert run(RUN_KERNELS, "no such case").returncode == 1
 
 
