@@ -94,9 +94,10 @@ class Build:
             self._log.write_text(str(error))
             return
         command = [sys.executable, "-m", "tests.builds", str(os.getpid()), str(recipe.folder), ninja]
+        command += ["-C", str(recipe.folder), "-f", written.name, "-j", str(jobs), *recipe.target.split()]
         with self._log.open("wb") as log:
             self._ninja = subprocess.Popen(
-                [*command, "-C", str(recipe.folder), "-f", written.name, "-j", str(jobs), *recipe.target.split()],
+                command,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
