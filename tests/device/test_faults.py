@@ -47,13 +47,27 @@ def muon(deadline_s):
     return list(whole.values())
 
 
+def let_go(runtime):
+    """Returns memory taken and written while sums of a tensor are under way that nobody holds any more."""
+    lines, device = 500, runtime.device
+    sums = averaging.Averaging(runtime.dp.mesh, [(lines * averaging.WIDTH, torch.float32)], device=device)
+    found = []
+    for step in range(STEPS):
+        sums.begin(torch.full((lines * averaging.WIDTH,), float(step), device=device))
+        found += [torch.full((lines * averaging.WIDTH,), -1.0, device=device) for _ in range(3)]
+        sums.close()
+    torch.accelerator.synchronize()
+    return [value.cpu() for value in found]
+
+
 def replicas(deadline_s):
     methods = co2(3, lr=0.9, momentum=0.4), streaming_diloco(5, fragments=2, delay=2)
     with (
         Runtime.start(tp=1, dp=2, device="sim", deadline_s=deadline_s) as runtime,
         patch.object(averaging, "MOST_QUEUED", 3),
     ):
-        return [value for each in methods for value in walk(runtime, each, torch.float32, "sim")[0]]
+        stepped = [value for each in methods for value in walk(runtime, each, torch.float32, "sim")[0]]
+        return stepped + let_go(runtime)
 
 
 PROGRAMS = {"linears": linears, "muon": muon, "replicas": replicas}
@@ -83,7 +97,7 @@ def finding(ranks, program, place, expected) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("program", "most_unfound"), [("linears", 2), ("muon", 1), ("replicas", 1)])
+@pytest.mark.parametrize(("program", "most_unfound"), [("linears", 2), ("muon", 1), ("replicas", 0)])
 def test_a_wait_without_which_data_is_wrong_is_found(ranks, program, most_unfound):
     """Of the places in the core two order data, of gathers and of scatters. The other two change no result of
     a run in which nothing fails. One orders the look at the failure record. The other is before a slot is
