@@ -37,7 +37,8 @@ SUFFIXES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
     model: str = "llama3-8b"
-    """Name of a known model, in any spelling (llama-3-70b, gpt-145.6b)."""
+    """Name of a known model, in any spelling (llama-3-70b, gpt-145.6b), or a Hugging Face folder or its
+    config.json."""
     gpus: int = 8
     """Number of GPUs, in whole nodes."""
     cluster: str = "dgx-h100"

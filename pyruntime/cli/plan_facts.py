@@ -9,9 +9,12 @@ the planner, is `pyruntime.train.planned`.
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyruntime.llama.config import LlamaConfig
+from pyruntime.llama.hf import CONFIG, read_config
 from pyruntime.llama.presets import PRESETS
 from pyruntime.plan import models
 from pyruntime.plan.mesh import Job, Mesh
@@ -40,8 +43,18 @@ MODELS: dict[str, ModelShape] = {
 
 
 def find_model(name: str) -> ModelShape:
-    """Returns the known model of that name; see `pyruntime.plan.models.find_model`. Raises ValueError."""
-    return models.find_model(name, MODELS)
+    """Returns the known model of that name (`pyruntime.plan.models.find_model`), or the one that a Hugging
+    Face folder or config.json describes. Raises ValueError."""
+    path = Path(name)
+    if path.name == CONFIG:
+        path = path.parent
+    elif not path.is_dir() and os.sep not in name:
+        return models.find_model(name, MODELS)
+    try:
+        config = LlamaConfig.from_hf(read_config(path))
+    except OSError as error:
+        raise ValueError(str(error)) from error
+    return dataclasses.replace(of_llama(path.resolve().name, config), folder=str(path))
 
 
 def settings(job: Job, mesh: Mesh) -> dict[str, dict[str, Any]]:
@@ -110,6 +123,8 @@ def toml(job: Job, mesh: Mesh, head: str = "", cluster: str = "") -> str:
     """Returns a file for `train --config`; `head` is its first comment, `cluster` its output.cluster."""
     lines = [f"# {line}" for line in head.splitlines()]
     sections = settings(job, mesh) | ({"output": {"cluster": cluster}} if cluster else {})
+    if job.model.folder:
+        sections["model"] = {"init_from": job.model.folder}
     for name, section in sections.items():
         lines += ["", f"[{name}]"]
         lines += [f"{key} = {toml_value(value)}" for key, value in section.items()]

@@ -37,7 +37,7 @@ DEFAULT_SEQ_LEN = 2048
 @dataclasses.dataclass(frozen=True)
 class TuneOptions:
     model: str = ""
-    """Name of a Llama, in any spelling (llama-3-8b, 3m); or give --config."""
+    """Name of a Llama, in any spelling (llama-3-8b, 3m), or a Hugging Face folder; or give --config."""
     config: str = ""
     """TOML file or preset of the trainer with model, sizes and type to tune for; or give --model."""
     micro_batch_size: int = 0
@@ -141,13 +141,15 @@ def job_of(options: TuneOptions, ranks: int) -> TunedModel:
 def named(name: str, tp: int) -> LlamaConfig:
     """Returns the shape of a known Llama. Raises ConfigError."""
     from pyruntime.cli.plan_facts import find_model
+    from pyruntime.llama.config import LlamaConfig
+    from pyruntime.llama.hf import read_config
     from pyruntime.llama.presets import preset
 
     with refusing("--model: "):
-        found = find_model(name).preset
-        if not found:
+        found = find_model(name)
+        if not found.preset and not found.folder:
             raise ValueError(f"{name} is not a Llama with a preset of the trainer.")
-        shape = preset(found)
+        shape = LlamaConfig.from_hf(read_config(found.folder)) if found.folder else preset(found.preset)
         shape.check_tp(tp)
     return shape
 

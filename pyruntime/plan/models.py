@@ -35,6 +35,8 @@ class ModelShape:
     """Learned position embeddings; 0: rotary ones, which have no weights."""
     preset: str = ""
     """The trainer's name of the shape; empty if it has none."""
+    folder: str = ""
+    """Hugging Face folder that the trainer reads the shape from; empty if there is none."""
     experts: int = 0
     per_token: int = 0
     """Experts that a token goes to."""

@@ -10,6 +10,7 @@ import pytest
 from pyruntime.cli import main
 from pyruntime.cli.plan import parse_tokens
 from pyruntime.cli.plan_facts import Asked, settings
+from pyruntime.llama.presets import preset
 from pyruntime.plan.cluster import find_cluster, to_toml
 from pyruntime.plan.mesh import Mesh
 from tests.plan.jobs import job
@@ -61,11 +62,11 @@ def test_a_plan_is_a_table_and_its_files(capsys, tmp_path):
     "--gpus 64 --seq 1", "--model llama3-405b --cluster frontier --gpus 5040 --tokens_per_step 82575360"
 )
 def test_a_plan_of_extreme_numbers_takes_seconds(flags, capsys):
-    started = time.perf_counter()
+    started = time.process_time()
     assert main(["plan", *flags]) in (0, 2)
     said = capsys.readouterr()
     assert "The trainer runs" in said.out or said.err.count("\n") == 1
-    assert time.perf_counter() - started < 30  # three times what it may take: others use these cores too
+    assert time.process_time() - started < 15
 
 
 def of_cpus(name: str):
@@ -78,6 +79,18 @@ def cpus(folder, name: str = "dgx-h100") -> str:
     file = folder / f"{name}-of-cpus.toml"
     file.write_text(to_toml(of_cpus(name)))
     return str(file)
+
+
+@pytest.mark.parametrize("named", ["folder", "file"])
+def test_a_folder_of_hugging_face_is_planned_and_its_plan_is_taken(capsys, tmp_path, named):
+    shape = preset("3m", head_dim=48, vocab_size=256, tie_word_embeddings=True)
+    (tmp_path / "config.json").write_text(json.dumps(shape.to_hf()))
+    name, path = tmp_path / ("config.json" if named == "file" else ""), tmp_path / "run.toml"
+    flags = ["plan", "--model", str(name), "--seq", "256", "--tokens_per_step", "16K", "--top", "1"]
+    assert main([*flags, "--only_runnable", "True", "--config", str(path)]) == 0
+    assert tomllib.loads(path.read_text())["model"] == {"init_from": str(tmp_path)}
+    assert main(["train", "--config", str(path), "--dry-run", "8"]) == 0
+    assert f"{shape.parameter_count() / 1e6:.1f} M parameters" in capsys.readouterr().out
 
 
 def test_a_line_that_the_trainer_runs_passes_its_dry_run(capsys, tmp_path):
@@ -169,6 +182,8 @@ def test_numbers_of_tokens(text, tokens):
     ("argv", "sentence"),
     [
         (["--model", "lama3-8b"], "There is no model 'lama3-8b'; the nearest is llama3-8b."),
+        (["--model", "./nowhere"], "There is no checkpoint folder nowhere."),
+        (["--model", "docs"], "docs holds no config.json, so it is not a Hugging Face checkpoint folder."),
         (
             ["--cluster", "fronteer"],
             "There is no cluster 'fronteer', and no such file; the nearest is frontier.",
