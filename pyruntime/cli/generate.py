@@ -1,4 +1,4 @@
-"""`python -m pyruntime generate`: continues a prompt with a trained checkpoint."""
+"""`python -m pyruntime generate`: continues a prompt with a trained checkpoint, or answers a person."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pyruntime.choices import DeviceName
 from pyruntime.cli.arguments import check_at_least, parse
+from pyruntime.cli.chat import Chat, questions
 from pyruntime.cli.environment import check_started, started_ranks
 from pyruntime.train import validate
 from pyruntime.train.data.tokenizer import Tokenizer, load_beside, prompt_ids
@@ -22,12 +23,18 @@ if TYPE_CHECKING:
     from pyruntime.llama import Llama
 
 DESCRIPTION = """Continues a prompt with a Hugging Face Llama checkpoint, such as the model folder of a run.
-Under torchrun the model is cut over all ranks; all draw the same text, and rank 0 prints it."""
+Under torchrun the model is cut over all ranks; all draw the same text, and rank 0 prints it.
+With --chat True the prompt is a question, which the model answers by its chat template; without a prompt each
+line of the standard input is one, and the model remembers the lines before."""
 
 
 EMPTY = (
     "pyruntime: the model added nothing to the prompt: its first token ends a document or is no text. "
     "Try another --seed, a higher --temperature, or a prompt that stops in the middle of a sentence."
+)
+NO_ANSWER = (
+    "pyruntime: the model's answer is empty: its first token ends its turn. Try another --seed or a higher "
+    "--temperature."
 )
 
 
@@ -36,7 +43,9 @@ class GenerateOptions:
     checkpoint: str
     """Folder with config.json, safetensors and, unless the model reads bytes, tokenizer.json."""
     prompt: str = ""
-    """Text to continue; empty: the start of a document."""
+    """Text to continue; empty: the start of a document, or with chat the lines of the standard input."""
+    chat: bool = False
+    """Whether the prompt is a question, for an answer by the model's chat template."""
     tokens: int = 200
     """Most tokens to generate; it stops earlier at the end of a document."""
     temperature: float = 0.8
@@ -60,6 +69,11 @@ def main(argv: list[str]) -> None:
     check(options)
     check_started()
     world_size = started_ranks()
+    if options.chat and not options.prompt and world_size > 1:
+        raise ConfigError(
+            f"--chat without --prompt reads questions from the standard input, which {world_size} ranks "
+            "cannot share; give --prompt, or start one rank."
+        )
 
     import torch
 
@@ -70,16 +84,27 @@ def main(argv: list[str]) -> None:
     device = device_of("--device", options.device)
     with Runtime.start(tp=world_size, device=device, deadline_s=options.deadline_s) as runtime:
         model, tokenizer = load(Path(options.checkpoint), runtime.tp, runtime.device)
+        if options.chat:
+            chat = Chat(Path(options.checkpoint), tokenizer)
+            for question in [options.prompt] if options.prompt else questions():
+                ids = torch.tensor([chat.ask(question)], device=runtime.device)
+                _print(model, chat.answer(continue_text(model, tokenizer, ids, options)), world_size)
+            return
         ids = torch.tensor([_prompt_ids(options.prompt, tokenizer)], device=runtime.device)
-        pieces = continue_text(model, tokenizer, ids, options)
-        shown, is_empty = model.group.rank == 0, True
-        shown = shown and _show(options.prompt, alone=world_size == 1)
-        for piece in pieces:
-            is_empty = is_empty and not piece
-            shown = shown and _show(piece, alone=world_size == 1)
-        shown = shown and _show("\n", alone=world_size == 1)
-        if is_empty and model.group.rank == 0:
-            print(EMPTY, file=sys.stderr, flush=True)
+        _print(model, continue_text(model, tokenizer, ids, options), world_size, options.prompt)
+
+
+def _print(model: Llama, pieces: Iterator[str], world_size: int, prompt: str | None = None) -> None:
+    """Prints the text that is drawn, on rank 0, behind the prompt that it continues; None: it is an
+    answer."""
+    shown, is_empty = model.group.rank == 0, True
+    shown = shown and _show(prompt or "", alone=world_size == 1)
+    for piece in pieces:
+        is_empty = is_empty and not piece
+        shown = shown and _show(piece, alone=world_size == 1)
+    shown = shown and _show("\n", alone=world_size == 1)
+    if is_empty and model.group.rank == 0:
+        print(EMPTY if prompt is not None else NO_ANSWER, file=sys.stderr, flush=True)
 
 
 def _show(piece: str, *, alone: bool) -> bool:

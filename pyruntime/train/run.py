@@ -37,6 +37,7 @@ from pyruntime.plan.cluster import find_cluster
 from pyruntime.train import agreement, checkpoint_folder, metrics, resolved, run_folder, scorecard
 from pyruntime.train.config import RunConfig, spelled_out
 from pyruntime.train.data import corpus
+from pyruntime.train.data.chat_template import give_template
 from pyruntime.train.data.tokenizer import FILE_NAME as TOKENIZER_FILE
 from pyruntime.train.data.tokenizer import Tokenizer, prompt_ids
 from pyruntime.train.disk import writing
@@ -398,6 +399,7 @@ def _write_report(job: RankRun) -> None:
                 job.say(f"{run_dir / MODEL_FOLDER} lacks the files that came with its model: {error}")
         if job.run.config.data.tokenizer or not (kept / TOKENIZER_FILE).is_file():
             job.tokenizer.save(run_dir / MODEL_FOLDER)
+        give_template(run_dir, run_dir / MODEL_FOLDER)
         lines = metrics.read(run_dir / metrics.FILE_NAME)
         scorecard.plot_loss(lines, run_dir / scorecard.PLOT_FILE)
         if own := [line for line in lines if line["step"] > job.first]:

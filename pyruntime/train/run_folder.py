@@ -16,6 +16,7 @@ from pyruntime.llama import origin
 from pyruntime.overlap.files import forget
 from pyruntime.train import checkpoint_folder, config_file, metrics
 from pyruntime.train.config import RunConfig
+from pyruntime.train.data.chat_template import TEMPLATE_FILE
 from pyruntime.train.disk import in_use
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.resolved import ResolvedRun
@@ -106,6 +107,8 @@ def make(
             origin.keep(Path(config.model.init_from), run_dir / origin.FOLDER)
         elif start_at and not came.exists() and origin.of_checkpoint(start_at).is_dir():
             origin.keep(origin.of_checkpoint(start_at), came)
+        if config.data.chat_template:
+            shutil.copyfile(config.data.chat_template, run_dir / TEMPLATE_FILE)
         if not before:
             comm.keep(LIFE, json.dumps(dataclasses.asdict(Life(str(run_dir), time.time()))))
     except OSError as error:

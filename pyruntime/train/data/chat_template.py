@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,20 @@ class ChatTemplate:
                 f"{len(numbers)} turns of it"
             )
         return marked.replace(MARK, ""), spans[-1:] if only_last else spans
+
+    def prompt(self, messages: Sequence[dict]) -> str:
+        """Returns the text of a conversation up to where the assistant's answer begins. Raises
+        BadConversation if the template refuses it."""
+        return self._render(messages, None, prompt=True).replace(MARK, "")
+
+    def ending(self) -> str:
+        """Returns what the template writes behind an answer, which a model says to end it; empty if
+        nothing. Raises BadConversation if the template refuses a question and an answer."""
+        answer = "pyruntime"
+        text, ((begin, end),) = self.turns(
+            [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}], None, only_last=True
+        )
+        return text[begin:end].rpartition(answer)[2].strip()
 
     def _turn(self, messages: Sequence[dict], tools: list | None, number: int, text: str) -> Span:
         before = self._render(messages[:number], tools, prompt=True)
@@ -159,10 +174,10 @@ class _Generation(jinja2.ext.Extension):
         return MARK + caller() + MARK
 
 
-def open_template(folder: Path | None, named: str, ends: Sequence[str]) -> ChatTemplate:
+def find_template(folder: Path | None, named: str, ends: Sequence[str]) -> ChatTemplate | None:
     """Returns the template in the file `named`, or if that is empty, of the model in `folder`:
-    chat_template.jinja, else the one in tokenizer_config.json. ends: the special tokens. Raises
-    ConfigError."""
+    chat_template.jinja, else the one in tokenizer_config.json; None if there is none. ends: the special
+    tokens. Raises ConfigError for a damaged file."""
     config = {} if folder is None else _json_of(folder / TOKENS_FILE) | _json_of(folder / CONFIG_FILE)
     texts = {name: each.get("content") if isinstance(each, dict) else each for name, each in config.items()}
     tokens = {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
@@ -178,13 +193,13 @@ def open_template(folder: Path | None, named: str, ends: Sequence[str]) -> ChatT
             stated = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"data.chat_template: {path} cannot be read as text: {error}.") from error
-    if not isinstance(stated, str):
-        where = "a tokenizer of bytes" if folder is None else str(folder)
-        raise ConfigError(
-            f"data.paths holds conversations, and {where} has no chat template to render them with; name a "
-            "file with one in data.chat_template."
-        )
-    return ChatTemplate(stated, tokens, ends)
+    return ChatTemplate(stated, tokens, ends) if isinstance(stated, str) else None
+
+
+def give_template(run_dir: Path, target: Path) -> None:
+    """Copies the template that the run in `run_dir` was given, if any, to the model in `target`."""
+    if (run_dir / TEMPLATE_FILE).is_file():
+        shutil.copyfile(run_dir / TEMPLATE_FILE, target / TEMPLATE_FILE)
 
 
 def _json_of(path: Path) -> dict[str, Any]:

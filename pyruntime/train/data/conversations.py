@@ -22,8 +22,9 @@ import numpy as np
 
 from pyruntime.choices import LearnedTurns
 from pyruntime.text import short_repr
-from pyruntime.train.data.chat_template import BadConversation, ChatTemplate, open_template
+from pyruntime.train.data.chat_template import BadConversation, ChatTemplate, find_template
 from pyruntime.train.data.tokenizer import JsonTokenizer, Tokenizer
+from pyruntime.train.errors import ConfigError
 
 KEYS = ("messages", "conversations", "prompt", "completion", "system", "tools")
 """Keys of a line, and columns of a table, that are read."""
@@ -190,4 +191,11 @@ def chat_encoder(tokenizer: Tokenizer, template: str, learned: LearnedTurns) -> 
     specials: tuple[str, ...] = ()
     if isinstance(tokenizer, JsonTokenizer):
         folder, specials = tokenizer.folder, tokenizer.special_tokens
-    return ChatEncoder(tokenizer, open_template(folder, template, specials), learned)
+    found = find_template(folder, template, specials)
+    if found is None:
+        where = "a tokenizer of bytes" if folder is None else str(folder)
+        raise ConfigError(
+            f"data.paths holds conversations, and {where} has no chat template to render them with; name a "
+            "file with one in data.chat_template."
+        )
+    return ChatEncoder(tokenizer, found, learned)

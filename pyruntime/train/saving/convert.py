@@ -18,6 +18,7 @@ from pyruntime.train import checkpoint, checkpoint_folder, config_file, manifest
 from pyruntime.train.checkpoint_folder import CheckpointFacts
 from pyruntime.train.config import Checkpoint, Model, RunConfig, Train
 from pyruntime.train.data import tokenizing
+from pyruntime.train.data.chat_template import give_template
 from pyruntime.train.data.tokenizer import FILE_NAME, ByteTokenizer, Tokenizer, open_tokenizer
 from pyruntime.train.disk import cannot_write, cause_of
 from pyruntime.train.errors import ConfigError, TrainingError, refusing
@@ -66,6 +67,8 @@ def to_hf(
                 origin.give_back(kept, target)
         if tokenizer is not None and not (kept / FILE_NAME).is_file():
             tokenizer.save(target)
+        if runtime.rank == 0:
+            give_template(kept.parent, target)
     return facts
 
 
