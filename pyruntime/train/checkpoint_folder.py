@@ -59,6 +59,12 @@ class CheckpointFacts:
     """Layers of each stage of the resumed pipeline, if layers have moved; else empty."""
     saved_at: float = 0.0
     """Time of saving, in seconds since 1970."""
+    val_loss: float | None = None
+    """Validation loss after this step, in nats per target; None if it was not measured or is not finite."""
+    lowest_loss: float | None = None
+    """The lowest validation loss so far; None if there is none."""
+    since_lowest: int = 0
+    """Validations since then."""
 
 
 def complete(folder: Path) -> list[Path]:
@@ -82,24 +88,39 @@ def left_over(folder: Path, saved: int, keep: Checkpoint) -> list[Path]:
     """Returns the checkpoints to delete once step `saved` is saved. Those of later steps go, even damaged
     ones: they belong to an abandoned branch of the run, and would stay the newest. Of the others the newest
     `keep.keep` stay, and those that `keep.keep_every_h` keeps: the oldest, and each that is so many hours
-    younger than the last one kept. A checkpoint without FACTS_FILE stays and does not count."""
+    younger than the last one kept. With `keep.keep_best` so does the best. A checkpoint without FACTS_FILE
+    stays and does not count."""
     past = [path for path in complete(folder) if step_of(path) > saved]
     found = [path for path in complete(folder) if (path / FACTS_FILE).is_file()]
     found = [path for path in found if path not in past]
     older = found[: max(len(found) - keep.keep, 0)]
     last = -math.inf
     for path in [*older] if keep.keep_every_h else []:
-        if (at := _saved_at(path)) >= last + 3600 * keep.keep_every_h:
+        if (at := _number(path, "saved_at", -math.inf)) >= last + 3600 * keep.keep_every_h:
             last = at
             older.remove(path)
+    if keep.keep_best and (kept := _best(found)) in older:
+        older.remove(kept)
     return past + older
 
 
-def _saved_at(checkpoint: Path) -> float:
-    """Returns -inf for a checkpoint that records no time."""
+def best(run_dir: Path) -> Path | None:
+    """Returns the complete checkpoint of that run with the lowest validation loss, the earliest of several;
+    None if none has one."""
+    return _best(complete(run_dir / FOLDER))
+
+
+def _best(checkpoints: Sequence[Path]) -> Path | None:
+    losses = {path: _number(path, "val_loss", math.inf) for path in checkpoints}
+    found = min(losses, key=losses.__getitem__, default=None)
+    return None if found is None or losses[found] == math.inf else found
+
+
+def _number(checkpoint: Path, name: str, default: float) -> float:
+    """Returns that number of FACTS_FILE; `default` if it is not recorded there."""
     content = _content(checkpoint)
-    found = content.get("saved_at") if isinstance(content, dict) else None
-    return found if isinstance(found, float) else -math.inf
+    found = content.get(name) if isinstance(content, dict) else None
+    return found if isinstance(found, float) else default
 
 
 def newest(run_dir: Path) -> Path | None:
@@ -210,6 +231,11 @@ def read(checkpoint: Path) -> CheckpointFacts:
         whole = whole and all(isinstance(norm, float) and math.isfinite(norm) for norm in facts.norms)
         whole = whole and isinstance(facts.dtype, str) and isinstance(facts.compression, str)
         whole = whole and isinstance(facts.saved_at, float)
+        whole = whole and all(
+            loss is None or (isinstance(loss, float) and math.isfinite(loss))
+            for loss in (facts.val_loss, facts.lowest_loss)
+        )
+        whole = whole and type(facts.since_lowest) is int and facts.since_lowest >= 0
     except (ValueError, TypeError, AttributeError, KeyError):
         whole = False
     if not whole:

@@ -184,6 +184,8 @@ class Train:
     """Steps between two validations; 0: only after the last step."""
     val_sequences: int = 64
     """Sequences of seq_len tokens in one validation, spread evenly over the held-out text."""
+    patience: int = 0
+    """Validations in a row without a lower loss after which the run ends; 0: it takes all steps."""
     ledger: bool = False
     """Record what every rank computes, waits for, reads and sends. The last 20 steps are kept in
     RUN_DIR/ledger for `python -m pyruntime report RUN_DIR`."""
@@ -366,6 +368,9 @@ class Checkpoint:
     newest is damaged."""
     keep_every_h: float = 0.0
     """Hours between checkpoints that are also kept, for good; 0: none."""
+    keep_best: bool = False
+    """Whether each validation with a lower loss than all before leaves a checkpoint, of which the best is
+    kept and becomes RUN_DIR/model."""
     save_on_stop: bool = True
     """Whether Ctrl-C or SIGTERM leaves a resumable checkpoint."""
 

@@ -63,6 +63,7 @@ from pyruntime.train.saving.saver import Saver
 from pyruntime.train.signals import Stopped, StopRequest
 from pyruntime.train.slow.judge import Finding
 from pyruntime.train.slow.rebalance import Move
+from pyruntime.train.watching.lowest import LowestLoss
 from pyruntime.train.watching.step_profile import StepProfile
 
 MOST_NAMES = 3
@@ -100,6 +101,11 @@ class Trainer:
         self._types = placement_check(run, model, self.sharded, runtime)
         self._figures = figures_of(run, model, within, self.outer, runtime, self._slow is not None)
         self._guard = Guard(run.config.optimizer.spike_factor)
+        self.lowest = LowestLoss(run.config.train.patience)
+        self._val_loss: float | None = None
+        """The validation loss after this step, if it was measured."""
+        self._is_lowest = False
+        """Whether that is the lowest so far."""
         self._skips = run.config.optimizer.on_bad_step == "skip"
         self._saver = Saver(run_dir, self.sharded, runtime.world, run.config.checkpoint, self.outer)
         self._batches, self._validation = batches_of(run, corpus, runtime), validation_of(run, corpus)
@@ -121,6 +127,8 @@ class Trainer:
         self.step, self._deal = found.step, found.deal
         self._samples = found.samples
         self._guard.resume(found.norms, found.skipped, found.in_a_row)
+        if found.lowest_loss is not None:
+            self.lowest.loss, self.lowest.since = found.lowest_loss, found.since_lowest
         moves, layers = self._config.parallel.rebalance == "on", self._config.pipeline.layers
         self._moved = layers if moves and tuple(found.layers) == layers else ()
         self._resumed = folder, self.step
@@ -173,29 +181,32 @@ class Trainer:
         self, ledger: StepLedger | None = None, profile: StepProfile | None = None
     ) -> Iterator[StepMetrics]:
         """Takes the remaining steps and yields each one's metrics, on every rank. `ledger` enters every step,
-        `profile` records those it wants. Ends early, at a checkpoint, if layers must move: see `move`.
+        `profile` records those it wants. Ends early, at a checkpoint, if layers must move (`move`), or where
+        the validation loss no longer falls (`lowest`).
 
         Leaves a resumable checkpoint. Raises `Stopped` on all ranks after a step in which any of them
         received a signal. Raises TrainingError if a step is bad (loss or gradient not finite, or a spike) and
         bad steps are not skipped, or too many were.
         """
-        train, every_steps = self._config.train, self._config.checkpoint.every_steps
+        train, keep = self._config.train, self._config.checkpoint
+        every_steps = keep.every_steps
         comm.keep_freed_memory()
         with self._stop.deferred(self._lost_sentence), self._saver:
             self._figures.forget_exposed()
-            while self.step < train.steps:
+            has_ended = False
+            while self.step < train.steps and not has_ended:
                 number = self.step + 1
                 entered = contextlib.nullcontext() if ledger is None else ledger.step(number)
                 recorded = contextlib.nullcontext() if profile is None else profile.step(number)
                 timed = contextlib.nullcontext() if self._slow is None else self._slow.step()
                 with recorded, entered, marked("step", str(number)), timed:
                     known, signum = self._train_step(number)
-                self.step += 1
+                self.step, self._val_loss, self._is_lowest = self.step + 1, None, False
                 news = [] if signum else self._look_for_slow()
-                if self.step == train.steps:
+                if self.step == train.steps or (train.patience and self._is_due(train.val_every)):
                     self.tiers = explain(self.model)  # before validation runs other sizes
-                    if self.outer is not None:
-                        self.outer.finish()
+                if self.step == train.steps and self.outer is not None:
+                    self.outer.finish()
                 for figures in known:
                     if not (figures.is_finite or self._skips):
                         raise self._bad(figures, self._guard.why_bad(figures))
@@ -204,12 +215,15 @@ class Trainer:
                         metrics = self._with_news(metrics, news)
                     if figures.step == self.step and self._is_due(train.val_every) and not signum:
                         metrics = self._with_validation(metrics)
+                        has_ended = self.lowest.has_ended
+                        self.move = None if has_ended else self.move
                     yield metrics
                 if signum == SAVING_FAILED:
                     self._saver.finish()
-                if self._is_due(every_steps) or (signum and self._config.checkpoint.save_on_stop):
+                wants = self._is_due(every_steps) or has_ended or (self._is_lowest and keep.keep_best)
+                if wants or (signum and keep.save_on_stop):
                     with contextlib.nullcontext() if ledger is None else ledger.saving(self.step):
-                        is_last = signum or self.move is not None or self.step == train.steps
+                        is_last = signum or self.move is not None or self.step == train.steps or has_ended
                         self._save(and_wait=bool(is_last))
                 if signum:
                     with self._stop.saving():
@@ -404,13 +418,15 @@ class Trainer:
         nats = math.fsum(loss * count for loss, count in losses.values())
         size = math.fsum(losses[each.name][1] * each.bytes_per_token for each in self._corpus.sets)
         by_set = {name: loss for name, (loss, _) in losses.items()} if len(losses) > 1 else None
+        self._val_loss = nats / tokens
+        self._is_lowest = self.lowest.saw(self._val_loss)
         return dataclasses.replace(
             metrics, val_loss=nats / tokens, val_loss_per_byte=nats / size, val_losses=by_set
         )
 
     def _save(self, and_wait: bool) -> None:
         """Saves a checkpoint: before it returns if `and_wait`, else while the run continues."""
-        guard = self._guard
+        guard, lowest = self._guard, self.lowest
         if self.outer is not None:
             self.outer.settle()  # so that the deal belongs to the sums that are saved
         facts = dataclasses.replace(
@@ -421,6 +437,9 @@ class Trainer:
             in_a_row=guard.in_a_row,
             norms=tuple(guard.norms),
             deal=() if self.member is None else tuple(self.member.deal),
+            val_loss=self._val_loss if self._val_loss is not None and math.isfinite(self._val_loss) else None,
+            lowest_loss=lowest.loss if math.isfinite(lowest.loss) else None,
+            since_lowest=lowest.since,
             layers=tuple(self._moved if self.move is None else self.move.after),
         )
         with self._stop.saving():

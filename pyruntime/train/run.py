@@ -336,6 +336,12 @@ def train(job: RankRun, held: contextlib.ExitStack) -> None:
             assert job.trainer.saved is not None  # that is where layers move
             job.go_on_as(job.run.with_layers(job.trainer.move.after), job.trainer.saved)
     job.bytes_moved = _bytes_read() - bytes_before
+    steps, lowest = job.run.config.train.steps, job.trainer.lowest
+    if job.trainer.step < steps and lowest.has_ended:
+        job.say(
+            f"Ended after step {job.trainer.step} of {steps}: the validation loss was not lower in "
+            f"{lowest.since} validations (train.patience); the lowest was {lowest.loss:.4f}."
+        )
 
 
 def _sinks(job: RankRun, held: contextlib.ExitStack) -> list[Sink]:
@@ -367,9 +373,11 @@ def finish(job: RankRun) -> None:
     runtime, is_pipeline = job.runtime, job.run.mesh.pp > 1
     is_first_tp = runtime.world.rank() < runtime.sizes.tp
     job.trainer.close()
-    if is_pipeline and is_first_tp:
-        assert job.trainer.checkpoint is not None  # a run that takes no step has been resumed
-        job.model = whole_model(job.run, runtime, job.trainer.checkpoint)
+    best = _best(job)
+    if (is_pipeline or best) and is_first_tp:
+        source = best or job.trainer.checkpoint
+        assert source is not None  # a run that takes no step has been resumed
+        job.model = whole_model(job.run, runtime, source)
     if is_first_tp:
         _save_model(job)
     on_rank_0(runtime.world, "Writing the report", lambda: _write_report(job))
@@ -379,6 +387,18 @@ def finish(job: RankRun) -> None:
     if job.is_rank_0:
         with writing(job.run_dir / SAMPLE_FILE, job.trainer.what_is_saved()):
             _close(job.run_dir, job.run.config.train.dtype, sample, job.progress)
+
+
+def _best(job: RankRun) -> Path | None:
+    """Returns the checkpoint with the lowest validation loss, if the run keeps it and went on behind it."""
+    if not job.run.config.checkpoint.keep_best:
+        return None
+    world, find = job.runtime.world, lambda: str(checkpoint_folder.best(job.run_dir) or "")
+    best = Path(on_rank_0(world, "Finding the best checkpoint", find, str))
+    if not best.name or checkpoint_folder.step_of(best) == job.trainer.step:
+        return None
+    job.say(f"The model has the weights of {best.name}, whose validation loss was the lowest.")
+    return best
 
 
 def _save_model(job: RankRun) -> None:

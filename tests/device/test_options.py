@@ -112,8 +112,11 @@ def runs(folder: Path) -> dict[str, RunConfig]:
         "hybrid": changed(
             base,
             optimizer={"name": "muon", "momentum": 0.9},
-            train={"activation_checkpointing": "full", "check_types": True},
+            train={
+                "activation_checkpointing": "full", "check_types": True, "val_every": 1, "patience": 2
+            },
             parallel={"dp": 4, "dp_replicate": 2, "zero": 3},
+            checkpoint={"keep_best": True},
         ),
         "rings": changed(
             base,

@@ -43,7 +43,7 @@ RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
     (
         lambda x: x >= 0,
         "not be negative",
-        "train.tokens train.val_every train.threads optimizer.warmup_steps "
+        "train.tokens train.val_every train.patience train.threads optimizer.warmup_steps "
         "data_parallel.compression_plan_every checkpoint.every_steps output.sample_tokens",
     ),
     (

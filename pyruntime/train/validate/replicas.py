@@ -73,6 +73,11 @@ def check_data_parallel(config: RunConfig) -> None:
         f"{method} with optimizer.on_bad_step=skip or optimizer.spike_factor, which need the figures of all "
         "replicas in every step; leave them out.",
     )
+    require(
+        config.train.patience == 0 and not config.checkpoint.keep_best,
+        f"{method} with train.patience or checkpoint.keep_best: between two synchronizations each replica "
+        "has weights of its own, which no checkpoint holds; leave them out.",
+    )
 
 
 def _check_members(config: RunConfig, method: Method) -> None:
