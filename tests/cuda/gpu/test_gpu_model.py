@@ -157,9 +157,10 @@ def test_every_fused_kernel_of_the_library_has_a_main_loop_of_whole_steps(librar
     adamw = [kernel for kernel in model.kernels if kernel.name.startswith("adamw_step")]
     assert len(adamw) == 6
     for kernel in adamw:
-        loop = min(kernel.loops, key=lambda loop: loop.opcodes["STG"] or loop.instructions)
+        storing = [loop for loop in kernel.loops if loop.opcodes["STG"]]
         # Three states of fp32 and the parameter, four elements of each as one access.
-        assert (loop.stored_bytes, loop.opcodes["STG"]) == (3 * 16 + 8, 4), kernel.name
+        widest = max(loop.stored_bytes / loop.opcodes["STG"] for loop in storing)
+        assert widest == (3 * 16 + 8) / 4, kernel.name
     shape = Shape("8B qkv", "gather", 4096, 768, 4096)
     found = model.of("portable", "gather", "large", shape)
     assert found is not None
