@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from pyruntime.any_model.save_pretrained import raise_everywhere
 from pyruntime.llama.model import Llama
 from pyruntime.llama.tensor_shards import TensorShard, gather_full
-from pyruntime.nn.lora import LoRA
+from pyruntime.nn.low_rank import LoRA
 from pyruntime.nn.weight_files import listed, open_tensors, read_json
 from pyruntime.text import short_repr
 

@@ -10,7 +10,7 @@ from torch import nn
 from pyruntime.choices import LORA_TARGETS
 from pyruntime.nn import MergedColumnParallelLinear, RowParallelLinear
 from pyruntime.nn.cut import memory_of
-from pyruntime.nn.lora import Adapter, ColumnAdapter, LoRA, RowAdapter
+from pyruntime.nn.low_rank import Adapter, ColumnAdapter, LoRA, RowAdapter
 
 if TYPE_CHECKING:
     from pyruntime.llama.config import LlamaConfig

@@ -20,7 +20,7 @@ from pyruntime.llama.elementwise import Elementwise, for_this_pass
 from pyruntime.llama.expert_layer import MixtureOfExperts
 from pyruntime.llama.recompute import computed_again
 from pyruntime.nn import MergedColumnParallelLinear, RMSNorm, RowParallelLinear
-from pyruntime.nn.lora import LoRA
+from pyruntime.nn.low_rank import LoRA
 from pyruntime.nn.norm import Normed
 
 

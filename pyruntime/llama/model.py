@@ -58,7 +58,7 @@ from pyruntime.nn import (
 )
 from pyruntime.nn.cut import CutTensor
 from pyruntime.nn.gather import gather_features
-from pyruntime.nn.lora import LoRA
+from pyruntime.nn.low_rank import LoRA
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.norm import Normed
 from pyruntime.nn.parameters import Group, TensorGroup, shard_bounds
@@ -97,8 +97,8 @@ class Llama(nn.Module):
     part: the part of the model that this rank of a pipeline has; None: all of it. If embedding and head are
         tied, a part with one of the two has the weight, as `embed.weight`.
     router_losses: the losses that routers of experts add in training mode; None: none.
-    lora: low-rank adapters of the layers' linears (`pyruntime.nn.lora`). Only they train, and column linears
-        never keep their gathered input, whatever keep_gathered says; None: no adapters, all weights train.
+    lora: low-rank adapters of the layers' linears (`pyruntime.nn.low_rank`). Only they train, and column
+        linears never keep their gathered input, whatever keep_gathered says. None: all weights train.
 
     Layers with experts (`config.mixture`) spread them over the group (`pyruntime.nn.ParallelExperts`).
 

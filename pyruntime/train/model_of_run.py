@@ -17,7 +17,7 @@ from pyruntime.llama.adapter_files import load_adapters
 from pyruntime.llama.elementwise import NoCompiler
 from pyruntime.llama.hf import check_shapes, read_config, saved_dtype
 from pyruntime.nn import RouterLosses
-from pyruntime.nn.lora import LoRA
+from pyruntime.nn.low_rank import LoRA
 from pyruntime.nn.parameters import Group
 from pyruntime.train import checkpoint
 from pyruntime.train.assembly import data_axes

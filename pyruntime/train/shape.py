@@ -14,8 +14,8 @@ from pyruntime.nn.parameters import shard_bounds
 from pyruntime.train.config import Model, RunConfig, mesh_of
 from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer
 from pyruntime.train.errors import ConfigError, refusing
+from pyruntime.train.validate.adapter_options import check_lora_of
 from pyruntime.train.validate.expert_models import check_experts
-from pyruntime.train.validate.lora import check_lora_of
 
 VOCABULARY_MULTIPLE = 128
 DEFAULT_PRESET = "3m"

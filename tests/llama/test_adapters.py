@@ -16,7 +16,7 @@ from pyruntime.llama import Llama, load_hf, save_hf
 from pyruntime.llama.adapter_files import CONFIG, WEIGHTS, load_adapters, save_adapters
 from pyruntime.llama.adapters import merge
 from pyruntime.llama.tensor_shards import gather_full
-from pyruntime.nn.lora import LoRA
+from pyruntime.nn.low_rank import LoRA
 from tests.llama.cases import CASES
 
 LORA = LoRA(5, 12.0, LORA_TARGETS, seed=3)

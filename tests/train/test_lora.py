@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
+from unittest.mock import patch
 
 import peft
 import pytest
@@ -15,7 +17,9 @@ from torch.distributed.tensor import DTensor
 from pyruntime import comm
 from pyruntime.choices import LORA_TARGETS
 from pyruntime.cli import main
+from pyruntime.cli.dry_run import report
 from pyruntime.llama import Llama, save_hf
+from pyruntime.train import config_file
 from pyruntime.train.config import Grid, Model, RunConfig, Train, mesh_of
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.metrics import read
@@ -56,7 +60,10 @@ def whole(ranks, config):
 
 
 def steps_of(group, config):
-    return parity.steps_of(jobs.runtime(group, config), config)
+    """At stage 3 with such small buckets that adapters are cut and gathered too, not only frozen weights."""
+    small = parity.BUCKET_BYTES if config.parallel.zero < 3 else 1024
+    with patch.object(parity, "BUCKET_BYTES", small):
+        return parity.steps_of(jobs.runtime(group, config), config)
 
 
 def on_mesh(config, micro_batches, schedule="1f1b", recompute="none", slices=1, **sizes):
@@ -312,3 +319,11 @@ def test_the_operations_of_a_step_leave_out_gradients_of_frozen_weights():
         shape.num_hidden_layers * shape.layer_matmul_parameters() + shape.vocab_size * shape.hidden_size
     )
     assert shape.flops_per_token(2048, adapters=1000) == whole - linears + 6000 > 2 * forward
+
+
+def test_the_preset_for_finetuning_has_its_own_text_and_says_what_trains():
+    config = config_file.load(config_file.find("finetune"))
+    assert all(Path(each).is_file() for each in (*config.data.paths, config.data.chat_template))
+    said, refusal = report(config, 2)
+    assert not refusal
+    assert re.search(r"^lora +rank 16 on q_proj, .*: 0\.0584 M parameters train \(2\d\.\d+% of ", said, re.M)

@@ -22,7 +22,7 @@ from pyruntime.train.config import (
 from pyruntime.train.data.order import BLOCK
 from pyruntime.train.data.tokenizer import check_named
 from pyruntime.train.errors import require
-from pyruntime.train.validate.lora import check_lora
+from pyruntime.train.validate.adapter_options import check_lora
 from pyruntime.train.validate.rebalance import check_rebalance
 from pyruntime.train.validate.replicas import check_compression, check_data_parallel, check_weight_wire
 from pyruntime.train.validate.sequences import check_context, check_pipeline, check_slices, check_tp_wire

@@ -7,7 +7,7 @@ import torch
 
 from pyruntime.nn import MergedColumnParallelLinear, RowParallelLinear
 from pyruntime.nn.cut import memory_of
-from pyruntime.nn.lora import ColumnAdapter, LoRA, RowAdapter
+from pyruntime.nn.low_rank import ColumnAdapter, LoRA, RowAdapter
 from tests.nn.cases import assert_near, my_features, my_rows, same_on_all_ranks, seeded_linear
 
 RANK, SCALE = 3, 0.7
