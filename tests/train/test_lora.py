@@ -127,45 +127,42 @@ def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
 
 
 def held(group, config):
-    """Bytes of gradients under way, optimizer states and saved weights, and those that dp ranks read in a
-    step; and whether only adapters have gradients and states."""
+    """Names of the parameters whose gradients travel; bytes of optimizer states and saved weights, and those
+    that this rank reads from data-parallel ranks in a step; the frozen weights before and after."""
     trainer = jobs.trainer(group, config)
-    names = {id(p): name for name, p in trainer.model.named_parameters()}
-    reduced = [names[id(p)] for bucket in trainer.sharded.buckets for p in bucket.parameters]
-    taken: list[str] = []
-
-    def note(parameter):
-        taken.append(names[id(parameter)])
-
-    for parameter in trainer.model.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(lambda grad, parameter=parameter: note(parameter))
+    named = dict(trainer.model.named_parameters())
+    frozen = {name: p.clone() for name, p in named.items() if not p.requires_grad}
+    names = {id(p): name for name, p in named.items()}
+    reduced = {names[id(p)] for bucket in trainer.sharded.buckets for p in bucket.parameters}
     steps = trainer.fit()
     next(steps)
     before = comm.bytes_read("dp")
     next(steps)
     received = comm.bytes_read("dp") - before
     steps.close()
-    state = trainer.optimizer.state_dict()
-    states = sum(value.to_local().nbytes for value in state.values() if isinstance(value, DTensor))
-    saved = sum(value.to_local().nbytes for value in trainer.sharded.state_dict().values())
-    assert all(p.grad is None for p in trainer.model.parameters() if not p.requires_grad)
+    states, saved = (
+        sum(value.to_local().nbytes for value in state.values() if isinstance(value, DTensor))
+        for state in (trainer.optimizer.state_dict(), trainer.sharded.state_dict())
+    )
+    assert all(p.grad is None and torch.equal(p, frozen[name]) for name, p in named.items() if name in frozen)
     trainer.close()
-    return set(reduced), set(taken), states, saved, received
+    return reduced, frozen.keys() & reduced, states, saved, received
 
 
-def test_frozen_weights_have_no_gradient_no_state_and_no_traffic(ranks, config, tmp_path):
-    """On four data-parallel ranks, at a stage that cuts nothing: fp32 adapters, and two moments of each."""
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_frozen_weights_have_no_gradient_no_state_and_no_traffic(ranks, config, tmp_path, dtype):
+    """On four data-parallel ranks, at a stage that cuts nothing: adapters alone have two fp32 moments, and in
+    bf16 an fp32 master."""
     config = jobs.changed(on_mesh(config, 1, dp=4, zero=0), "output", run_dir=str(tmp_path))
-    adapters = 4 * jobs.resolved(config, 4).adapters
-    for reduced, taken, states, saved, received in ranks.run(held, 4, config):
-        assert reduced and all(".adapters." in name for name in reduced) and taken == reduced
-        assert saved == adapters
-        assert states == pytest.approx(2 * adapters, rel=0.01)
+    config = jobs.changed(config, "train", dtype=dtype)
+    count, size = jobs.resolved(config, 4).adapters, 4 if dtype == "fp32" else 2
+    for reduced, both, states, saved, received in ranks.run(held, 4, config):
+        assert reduced and all(".adapters." in name for name in reduced) and not both
+        assert saved == size * count
+        assert states == (8 if dtype == "fp32" else 12) * count
         # A sum over P ranks: the parts of the others, then their sums, and marks and padding.
-        assert 0 < received <= 1.3 * 2 * adapters * 3 / 4
-    frozen = 4 * jobs.resolved(config, 4).shape.parameter_count()
-    assert frozen > 6 * adapters
+        assert 0 < received <= 1.3 * 2 * size * count * 3 / 4
+    assert jobs.resolved(config, 4).shape.parameter_count() > 6 * count
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 2, "dp": 2, "zero": 3}], ids=str)
