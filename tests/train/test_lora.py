@@ -20,6 +20,7 @@ from pyruntime.cli import main
 from pyruntime.cli.dry_run import report
 from pyruntime.llama import Llama, save_hf
 from pyruntime.train import config_file
+from pyruntime.train.checkpoint_folder import find
 from pyruntime.train.config import Grid, Model, RunConfig, Train, mesh_of
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.metrics import read
@@ -197,7 +198,7 @@ def whole_run(group, config):
 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=str)
 @pytest.mark.second_tier(but=["{'tp': 2, 'pp': 2}"])
-def test_a_run_leaves_adapters_that_peft_reads_and_that_merge(ranks, tmp_path, sizes):
+def test_a_run_leaves_adapters_that_peft_reads_and_that_merge(ranks, tmp_path, sizes, capsys):
     config = jobs.job(tmp_path, steps=4, val_every=2)
     shape = jobs.resolved(config).shape
     save_hf(Llama(shape, seed=4), tmp_path / "base")
@@ -233,6 +234,16 @@ def test_a_run_leaves_adapters_that_peft_reads_and_that_merge(ranks, tmp_path, s
     (loss,) = ranks.run(validated, 1, validation)
     assert loss == pytest.approx(last["val_loss"], abs=1e-4)
 
+    # With other weights under them they would compute something else.
+    save_hf(Llama(shape, seed=5), tmp_path / "base")
+    assert (
+        main(["convert", "--source", str(folder), "--target", str(tmp_path / "no"), "--merge", "true"]) != 0
+    )
+    assert "restore the model that model.init_from names there" in capsys.readouterr().err
+    with pytest.raises(RankError, match=r"was saved with adapters=rank=4 alpha=32 on .*of weights"):
+        ranks.run(jobs.history, sizes["tp"] * sizes.get("pp", 1), config, find(folder))
+    save_hf(Llama(shape, seed=4), tmp_path / "base")
+
     # They begin another run where this one ended.
     onward = jobs.changed(config, "lora", init_from=str(folder / "adapter"))
     onward = jobs.changed(onward, "parallel", tp=2, pp=1)
@@ -245,6 +256,30 @@ def validated(group, config):
     (found,) = trainer.validate().values()
     trainer.close()
     return found[0]
+
+
+BESIDE = {
+    "rounded rows": {"parallel": {"tp": 2, "tp_wire": "bf16"}},
+    "rounded keys and messages": {
+        "parallel": {"cp": 2, "pp": 2},
+        "context": {"wire": "bf16"},
+        "pipeline": {"wire": "bf16"},
+    },
+    "another way around the ring": {"parallel": {"tp": 2, "cp": 2}, "context": {"variant": "all_gather_kv"}},
+    "stochastic rounding": {"train": {"dtype": "bf16"}, "optimizer": {"rounding": "stochastic"}},
+    "skipped steps": {"optimizer": {"on_bad_step": "skip", "spike_factor": 4.0}},
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.second_tier
+def test_other_options_go_with_adapters(ranks, config, whole, name):
+    asked = on_mesh(config, 2)
+    for section, values in BESIDE[name].items():
+        asked = jobs.changed(asked, section, **values)
+    found = ranks.run(steps_of, mesh_of(asked, 1).ranks, asked)
+    assert found[0] == found[-1]
+    assert parity.difference(found[0], whole[2]) <= 0.1  # rounding to bf16 shows most in gradient norms
 
 
 REFUSED = [
