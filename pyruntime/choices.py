@@ -169,6 +169,10 @@ DeviceName = Annotated[
 """The device that ranks compute on: pyruntime/comm/devices.py."""
 
 
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linears of a layer that may have an adapter, as peft names them: pyruntime/llama/adapters.py."""
+
+
 def meanings(choice: Any) -> dict[str, str]:
     """Returns the values of a choice above with their lines; empty for another type."""
     literal, *lines = get_args(choice) if get_origin(choice) is Annotated else (None,)

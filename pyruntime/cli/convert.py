@@ -27,6 +27,9 @@ class ConvertOptions:
     """Folder to write, new or empty."""
     dtype: Literal["auto"] | Dtype = "auto"
     """Type of the written weights; auto: unchanged, but fp16 from Hugging Face becomes fp32."""
+    merge: bool = False
+    """Of a run that trained low-rank adapters, write the whole model with the adapters in its weights; false:
+    the adapters alone, as peft reads them."""
     max_file_bytes: int = 5_000_000_000
     """Largest safetensors file of a Hugging Face model, in bytes; larger models are cut into several."""
     deadline_s: float = 120.0
@@ -47,17 +50,24 @@ def main(argv: list[str]) -> None:
     dtype = None if options.dtype == "auto" else options.dtype
     with Runtime.start(tp=world_size, deadline_s=options.deadline_s) as runtime:
         if (source / "config.json").is_file():
+            if options.merge:
+                raise ConfigError(
+                    f"--merge: {source} is a Hugging Face model without adapters; give the run that "
+                    "trained them."
+                )
             facts = from_hf(source, target, runtime, dtype)
             said = f"resume it with --checkpoint.resume {target}"
         else:
             try:
                 folder = checkpoint_folder.find(source)
-                facts = to_hf(folder, target, runtime, dtype, options.max_file_bytes)
+                facts = to_hf(folder, target, runtime, dtype, options.max_file_bytes, merge=options.merge)
             except ConfigError as error:
                 raise ConfigError(str(error).replace("checkpoint.resume: ", "--source: ", 1)) from error
             if runtime.rank == 0 and (without := origin.why_without(folder)):
                 print(without)
             said = f"weights of step {facts.step}, for transformers and --model.init_from {target}"
+            if facts.adapters and not options.merge:
+                said = f"adapters of step {facts.step}, for peft and --lora.init_from {target}"
         if runtime.rank == 0:
             print(f"{target}: {said}")
 

@@ -17,6 +17,7 @@ from pyruntime.train.config import RunConfig, warmup_steps
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.planned import estimate
 from pyruntime.train.resolved import ResolvedRun, check
+from pyruntime.train.watching.heading import adapters_in_words
 
 GB = 1e9
 MOST_ACTIONS = 20_000
@@ -118,12 +119,14 @@ def _heading(run: ResolvedRun) -> str:
     every = config.checkpoint.every_steps
     saved = f"after every {every} steps and at the end" if every else "at the end"
     validated = f"after every {train.val_every} steps and at the end" if train.val_every else "at the end"
+    adapters = [f"lora      {adapters_in_words(run)}"] if config.lora.rank else []
     return "\n".join(
         [
             f"model     {shape.parameter_count() / 1e6:,.1f} M parameters in {train.dtype}: "
             f"{shape.num_hidden_layers} layers of {shape.hidden_size} features, {shape.num_attention_heads} "
             f"heads and {shape.num_key_value_heads} of keys and values, {_feed_forward(shape)}, "
             f"vocabulary {shape.vocab_size}",
+            *adapters,
             f"mesh      {sizes}{cut} on {mesh.ranks} rank(s), device {train.device}",
             f"step      steps of {run.tokens_per_step:,} tokens, {train.batch_size} sequences of "
             f"{train.seq_len}: on a rank {run.micro_batches} micro-batch(es) of "

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from pyruntime import ops
 from pyruntime.context import Context
+from pyruntime.llama.adapters import adapters_of
 from pyruntime.llama.attention import causal_attention
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.elementwise import Elementwise, for_this_pass
 from pyruntime.llama.expert_layer import MixtureOfExperts
 from pyruntime.llama.recompute import computed_again
 from pyruntime.nn import MergedColumnParallelLinear, RMSNorm, RowParallelLinear
+from pyruntime.nn.low_rank import LoRA
 from pyruntime.nn.norm import Normed
 
 
@@ -61,6 +63,7 @@ class Block(nn.Module):
         selective: bool,
         elementwise: Elementwise,
         mixture: MixtureOfExperts | None = None,
+        lora: LoRA | None = None,
     ):
         super().__init__()
         self.selective, self.elementwise = selective, elementwise
@@ -84,6 +87,7 @@ class Block(nn.Module):
         if mixture is None:
             self.gate_up = MergedColumnParallelLinear(hidden, {"gate": ffn, "up": ffn}, mlp, **column)
             self.down = RowParallelLinear(ffn, hidden, mlp, **options)
+        self.adapters = adapters_of(self, lora)
 
     def forward(
         self,
@@ -101,7 +105,7 @@ class Block(nn.Module):
         by which x was normalised."""
         rows, between = step.batch * step.seq, for_this_pass(self.elementwise)
         with self.again(normed.rows, between.rms_norm_again, x, normed.rstd, norm, self.eps):
-            qkv = self.qkv(normed.rows, rows)
+            qkv = self._adapted("qkv", self.qkv(normed.rows, rows), normed.rows, rows)
         if self.has_head_norms:
             qkv = self._with_normed_heads(qkv, step, between)
         q, k, v = between.rope(
@@ -123,19 +127,25 @@ class Block(nn.Module):
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
             attended = step.context.attention(q, k, v, step.documents_of(k.shape[1]))
         attended = attended.reshape(rows, -1)
-        normed, x = between.add_rms_norm(self.out(attended), x, mlp_norm, self.eps, self.hidden, self.y)
+        out = self._adapted("out", self.out(attended), attended)
+        normed, x = between.add_rms_norm(out, x, mlp_norm, self.eps, self.hidden, self.y)
         with self.again(normed.rows, between.rms_norm_again, x, normed.rstd, mlp_norm, self.eps):
             made = (self.mixture or self.gate_up)(normed.rows, rows)
+            made = self._adapted("gate_up", made, normed.rows, rows)
         if self.mixture is not None:
             mlp = made
         else:
             product = between.swiglu(made)
             with self.again(product, between.swiglu, made):
-                mlp = self.down(product)
+                mlp = self._adapted("down", self.down(product), product)
         if next_norm is None:
             x = x + mlp
             return Normed(x, None), x
         return between.add_rms_norm(mlp, x, next_norm, self.eps, self.hidden, self.y)
+
+    def _adapted(self, name: str, y: Tensor, *arguments: Any) -> Tensor:
+        """Adds to a linear's result y what its adapter makes of the arguments; returns y if it has none."""
+        return self.adapters[name](y, *arguments) if name in self.adapters else y
 
     def _with_normed_heads(self, qkv: Tensor, step: ForwardPass, between: Elementwise) -> Tensor:
         """Returns qkv [T, (H + 2 G) d / P] with every query and key head normalised."""

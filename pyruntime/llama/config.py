@@ -6,6 +6,7 @@ feed-forward network, and queries and keys whose heads are normalised (`families
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from pyruntime.llama.families import ARCHITECTURES, family_of, mixture_from_hf, mixture_to_hf
@@ -208,7 +209,25 @@ class LlamaConfig:
         idle = of_layer - self.mixture.parameters(self.hidden_size, used=True)
         return self.parameter_count() - (self.num_hidden_layers - self._dense) * idle
 
-    def flops_per_token(self, seq_len: int, *, training: bool = True) -> int:
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """Shapes [out_features, in_features] of the linears of a layer without experts, by their names in
+        Hugging Face's models."""
+        heads, hidden, ffn = self.num_attention_heads, self.hidden_size, self.intermediate_size
+        q, kv = heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        attention = {
+            "q_proj": (q, hidden),
+            "k_proj": (kv, hidden),
+            "v_proj": (kv, hidden),
+            "o_proj": (hidden, q),
+        }
+        return attention | {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+
+    def adapter_parameter_count(self, rank: int, targets: Iterable[str]) -> int:
+        """Number of parameters of low-rank adapters of the linears in `targets`, in all layers."""
+        shapes = self.linear_shapes()
+        return self.num_hidden_layers * rank * sum(sum(shapes[name]) for name in targets)
+
+    def flops_per_token(self, seq_len: int, *, training: bool = True, adapters: int = 0) -> int:
         """Model FLOPs per token of a sequence of `seq_len` tokens, as MFU counts them.
 
         The forward pass; a multiply-add counts as two, and only the needed half of causal attention counts::
@@ -218,12 +237,14 @@ class LlamaConfig:
         Q K^T and P V are 2 seq_len H d each per token, halved by causality. Of experts those count that a
         token goes to, of width F each, the shared one and the router. Training is three times that: the
         backward pass has two GEMMs for each of the forward's. Recomputation, norms and element-wise
-        operations do not count.
+        operations do not count. adapters: parameters of low-rank adapters, if only these train: then the
+        weights have no gradient, and the backward pass has one GEMM for each of theirs.
         """
         layers = sum(self.layer_matmul_parameters(n, used=True) for n in range(self.num_hidden_layers))
         matmul = 2 * (layers + self.vocab_size * self.hidden_size)
         attention = 2 * self.num_hidden_layers * seq_len * self.num_attention_heads * self.head_dim
-        return (matmul + attention) * (3 if training else 1)
+        whole = (matmul + attention) * (3 if training else 1)
+        return whole - matmul + 6 * adapters if training and adapters else whole
 
     def layer_matmul_parameters(self, layer: int = 0, *, used: bool = False) -> int:
         """Number of weights of the linears of the layer of that number, without biases. used: of those that

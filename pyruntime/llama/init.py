@@ -33,6 +33,19 @@ def init_shard(config: LlamaConfig, shard: TensorShard, seed: int) -> None:
             _fill_normal(shard, _std(config, shard.name), seed)
 
 
+def init_adapter(shard: TensorShard, seed: int) -> None:
+    """Fills a matrix of an adapter in place: A [r, K] with uniform draws in [-1/sqrt(K), 1/sqrt(K)), as peft
+    does, B with 0, so that the adapter begins with no effect."""
+    with torch.no_grad():
+        if shard.name.endswith("lora_B.weight"):
+            shard.local.zero_()
+            return
+        bound = 1 / math.sqrt(shard.shape[1])
+        whole = torch.empty(shard.shape).uniform_(-bound, bound, generator=_generator(seed, shard.name, 0))
+        dim = shard.dim or 0
+        shard.local.copy_(whole.narrow(dim, shard.start, shard.local.shape[dim]))
+
+
 def _std(config: LlamaConfig, name: str) -> float:
     if name.endswith(("self_attn.o_proj.weight", "down_proj.weight", "experts.down_proj")):
         return config.initializer_range / math.sqrt(2 * config.num_hidden_layers)

@@ -34,15 +34,21 @@ from pyruntime.comm.devices import put
 from pyruntime.comm.ranges import BackwardRanges, is_heard, marked
 from pyruntime.context import Context
 from pyruntime.context.layouts import document_bounds
+from pyruntime.llama import adapters
 from pyruntime.llama import recompute as recomputing
 from pyruntime.llama import slices as sliced
 from pyruntime.llama.block import Block, Cache, ForwardPass, NormedOnce
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.elementwise import KERNELS, compiled, for_this_pass
 from pyruntime.llama.expert_layer import MixtureOfExperts
-from pyruntime.llama.init import init_shard
+from pyruntime.llama.init import init_adapter, init_shard
 from pyruntime.llama.rope import rope_tables
-from pyruntime.llama.tensor_shards import TensorShard, shards_of_layer, shards_of_model
+from pyruntime.llama.tensor_shards import (
+    TensorShard,
+    shards_of_adapters,
+    shards_of_layer,
+    shards_of_model,
+)
 from pyruntime.nn import (
     ColumnParallelLinear,
     RMSNorm,
@@ -52,6 +58,7 @@ from pyruntime.nn import (
 )
 from pyruntime.nn.cut import CutTensor
 from pyruntime.nn.gather import gather_features
+from pyruntime.nn.low_rank import LoRA
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.norm import Normed
 from pyruntime.nn.parameters import Group, TensorGroup, shard_bounds
@@ -90,6 +97,8 @@ class Llama(nn.Module):
     part: the part of the model that this rank of a pipeline has; None: all of it. If embedding and head are
         tied, a part with one of the two has the weight, as `embed.weight`.
     router_losses: the losses that routers of experts add in training mode; None: none.
+    lora: low-rank adapters of the layers' linears (`pyruntime.nn.low_rank`). Only they train, and column
+        linears never keep their gathered input, whatever keep_gathered says. None: all weights train.
 
     Layers with experts (`config.mixture`) spread them over the group (`pyruntime.nn.ParallelExperts`).
 
@@ -130,6 +139,7 @@ class Llama(nn.Module):
         z_loss: float = 0.0,
         part: ModelPart | None = None,
         router_losses: RouterLosses | None = None,
+        lora: LoRA | None = None,
     ):
         super().__init__()
         recomputing.check(recompute)
@@ -146,6 +156,10 @@ class Llama(nn.Module):
         if slices > 1 and self.group.y is not None:
             raise ValueError(f"slices={slices} cannot be combined with features cut over y; leave it at 1.")
         self.slices = sliced.check(slices, self.group.size, context, keep_gathered)
+        self.lora = lora
+        if lora is not None:
+            adapters.check(lora, config, slices, self.group.y is not None)
+            keep_gathered = False  # only a weight's gradient needs it
         dtype = dtype or torch.get_default_dtype()
         # Built on meta, because the modules' own initialisation would draw every full tensor.
         place = {"group": self.group, "dtype": dtype, "device": "meta"}
@@ -160,12 +174,15 @@ class Llama(nn.Module):
             mixture = None
             if config.mixture is not None and config.mixture.has(number):
                 mixture = MixtureOfExperts(config.mixture, hidden, self.router_losses, options)
-            block = Block(config, options, keep_gathered, recompute == "selective", self.elementwise, mixture)
+            again = recompute == "selective"
+            block = Block(config, options, keep_gathered, again, self.elementwise, mixture, lora)
             self.layers.add_module(str(number), block)
         if self.part.head:
             self.norm = RMSNorm(hidden, config.rms_norm_eps, group=self.group, dtype=dtype, device="meta")
             self.head = ColumnParallelLinear(hidden, vocab, keep_gathered=keep_gathered, **options)
         self._tie()
+        if lora is not None:
+            adapters.train_only_adapters(self)
         for name, module in self.named_modules():
             if isinstance(module, ParallelModule):
                 module.label = name
@@ -174,12 +191,16 @@ class Llama(nn.Module):
             self.materialize(place_on, seed)
 
     def materialize(self, device: torch.device | str, seed: int | None = 0) -> Llama:
-        """Gives this rank's shards memory on `device`, and initial values unless seed=None. Returns self."""
+        """Gives this rank's shards memory on `device`, and initial values unless seed=None; adapters always
+        get theirs. Returns self."""
         self.to_empty(device=device)
         self._tie()
         if seed is not None:
             for shard in self.shards():
                 init_shard(self.config, shard, seed)
+        for shard in self.adapter_shards():
+            assert self.lora is not None
+            init_adapter(shard, self.lora.seed)
         return self
 
     def forward(self, ids: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
@@ -390,6 +411,12 @@ class Llama(nn.Module):
             yield from shards_of_model("norm", self.norm)
             if not self.config.tie_word_embeddings:
                 yield from shards_of_model("head", self.head)
+
+    def adapter_shards(self) -> Iterator[TensorShard]:
+        """Yields the tensors of this part's adapters, as `shards` does. Names are those of the linears with
+        ".lora_A.weight" and ".lora_B.weight"."""
+        for number in self.part.layers:
+            yield from shards_of_adapters(number, self.layer(number))
 
     @property
     def stream_features(self) -> int:

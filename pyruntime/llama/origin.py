@@ -6,10 +6,14 @@ settings, licence. An export copies them back. Only a few keys of config.json (`
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
+
+from pyruntime.nn.weight_files import find_tensors
 
 FOLDER = "came_with"
 """Folder of a run with the files of its model.init_from, except weights."""
@@ -19,6 +23,8 @@ TEMPLATES = "additional_chat_templates"
 CONFIG = "config.json"
 OURS = ("dtype", "torch_dtype", "max_position_embeddings", "vocab_size")
 """Keys of config.json that describe the written model; all others keep the original model's values."""
+_READ = 1 << 16
+"""Bytes at the end of each file of weights that its fingerprint is of."""
 _WEIGHTS = (
     ".safetensors",
     ".bin",
@@ -48,6 +54,18 @@ def why_without(folder: Path) -> str:
         f"{folder} is not in the folder of its run: the tokenizer that config.toml names there, and the "
         f"files of an imported model, in {FOLDER}/, are missing; copy both to {run_dir} to have them."
     )
+
+
+def fingerprint(source: Path) -> str:
+    """Returns a digest by which the weights in a model's folder are told from others: of their files' sizes
+    and last bytes, which any training changes. Raises ValueError or OSError if the folder is damaged."""
+    digest = hashlib.sha256()
+    for path in sorted(set(find_tensors(source).values())):
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _READ))
+            digest.update(f"{size} ".encode() + file.read())
+    return digest.hexdigest()[:16]
 
 
 def keep(source: Path, target: Path) -> None:

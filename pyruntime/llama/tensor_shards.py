@@ -60,6 +60,17 @@ def shards_of_layer(number: int, layer: nn.Module) -> Iterator[TensorShard]:
             yield from _shards_of(held[module], names, f"model.layers.{number}.")
 
 
+def shards_of_adapters(number: int, layer: nn.Module) -> Iterator[TensorShard]:
+    """Yields the tensors of a layer's adapters, in the order of use."""
+    for module, adapter in layer.adapters.items():
+        names = {
+            f"{which}.{matrix}".lstrip("."): f"{name}.{matrix}"
+            for which, name in _LAYER[module].items()
+            for matrix in ("lora_A", "lora_B")
+        }
+        yield from _shards_of(adapter, names, f"model.layers.{number}.")
+
+
 def gather_full(shard: TensorShard, group: TensorGroup) -> Tensor:
     """Returns the full tensor of `shard` on every rank. All ranks of the group must call this."""
     cuts = zip(group.axes, (shard.dim, shard.dim_y), strict=False)

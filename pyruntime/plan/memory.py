@@ -197,6 +197,43 @@ def states(
     return weights * parameters, gradients * parameters, optimizer * parameters
 
 
+def _states_of_rank(
+    job: Job, mesh: Mesh, layers: int, matrices: float, vectors: float, rules: Rules
+) -> tuple[float, float, float, float]:
+    """Returns the bytes of weights, gradients and optimizer states of a rank with so many layers, and with so
+    many parameters in matrices and vectors; and those that Muon needs besides."""
+    model, micro_batches = job.model, mesh.micro_batches(job.batch)
+    cut = mesh.tp * mesh.x * mesh.y * mesh.z
+    # Experts are whole: the fullest rank has more than its share.
+    of_all = layers * model.layer_experts
+    fullest = of_all * model.fullest(mesh.tp) / cut
+    parameters = (matrices - of_all) / cut + vectors
+    if job.adapters is None:
+        weights, gradients, optimizer = states(parameters, mesh, micro_batches, rules)
+    else:
+        own = layers * job.adapters.parameters(mesh.tp)
+        weights, gradients, optimizer = states(own, mesh, micro_batches, rules)
+        weights += states(parameters, mesh, micro_batches, rules)[0]  # frozen weights have nothing else
+    if model.experts:
+        # ZeRO cuts a rank's experts into whole ones too.
+        of_rank = -(-model.experts // mesh.tp)
+        of_experts = states(fullest, mesh, micro_batches, rules, of_rank / -(-of_rank // mesh.shard))
+        weights, gradients, optimizer = (
+            sum(each) for each in zip((weights, gradients, optimizer), of_experts, strict=True)
+        )
+    muon = 0.0
+    match job.optimizer:
+        case "adamw":
+            pass
+        case "muon":
+            held = layers * model.layer_matrices / cut / mesh.shard
+            optimizer -= MOMENT * held
+            muon = _muon(model, held, mesh, rules)
+        case _:
+            assert_never(job.optimizer)
+    return weights, gradients, optimizer, muon
+
+
 def memory_of_rank(
     job: Job,
     mesh: Mesh,
@@ -216,28 +253,7 @@ def memory_of_rank(
     if layers is None:
         layers = layers_by_rank(model, mesh)[rank]
     matrices, vectors = parameters_of_rank(model, 1, layers, rank == 0, rank == last)
-    # Experts are whole: the fullest rank has more than its share.
-    of_all = layers * model.layer_experts
-    fullest = of_all * model.fullest(mesh.tp) / cut
-    parameters = (matrices - of_all) / cut + vectors
-    weights, gradients, optimizer = states(parameters, mesh, micro_batches, rules)
-    if model.experts:
-        # ZeRO cuts a rank's experts into whole ones too.
-        of_rank = -(-model.experts // mesh.tp)
-        of_experts = states(fullest, mesh, micro_batches, rules, of_rank / -(-of_rank // mesh.shard))
-        weights, gradients, optimizer = (
-            sum(each) for each in zip((weights, gradients, optimizer), of_experts, strict=True)
-        )
-    muon = 0.0
-    match job.optimizer:
-        case "adamw":
-            pass
-        case "muon":
-            held = layers * model.layer_matrices / cut / mesh.shard
-            optimizer -= MOMENT * held
-            muon = _muon(model, held, mesh, rules)
-        case _:
-            assert_never(job.optimizer)
+    weights, gradients, optimizer, muon = _states_of_rank(job, mesh, layers, matrices, vectors, rules)
     process = job.cluster.process_bytes if process is None else process
     start = 0.0
     if rules.made_whole:
@@ -247,8 +263,13 @@ def memory_of_rank(
         start = rules.weight * whole * (1 + 1 / shards if shards > 1 else 1) + process
     tokens = mesh.micro_batch * job.seq / mesh.cp
     one, again = _one_layer(model, tokens, mesh, rules), mesh.recompute != "none"
+    if job.adapters is not None and mesh.recompute != "full":
+        one += 2 * tokens * job.adapters.features(mesh.tp)
     held = in_flight(mesh, rank, micro_batches)
     waiting = deferred(mesh, rank, micro_batches)
+    if job.adapters is not None:
+        # Gradients of adapters do not wait: they are computed with those of the activations.
+        held, waiting = held - waiting, 0.0
     # A waiting weight gradient keeps about as much as the backward pass needs, if nothing is recomputed.
     activations = (held - waiting if again else held) * layers * one
     if again:
@@ -263,6 +284,7 @@ def memory_of_rank(
         logits = tokens * model.vocab / (mesh.tp * mesh.x * mesh.slices) * rules.logits
         logits += 2 * rules.element * tokens * model.hidden / (mesh.tp * mesh.y)
         logits += math.ceil(waiting) * rules.element * tokens * (model.hidden + model.vocab) / mesh.tp
+    largest = model.largest / cut if job.adapters is None else job.adapters.largest
     return Memory(
         weights,
         gradients,
@@ -270,7 +292,7 @@ def memory_of_rank(
         activations,
         logits,
         _workspaces(job, mesh, tokens, rules) + muon,
-        rules.heap * activations + rules.largest_gradients * rules.weight * model.largest / cut,
+        rules.heap * activations + rules.largest_gradients * rules.weight * largest,
         process,
         start,
     )
@@ -337,9 +359,13 @@ def _workspaces(job: Job, mesh: Mesh, tokens: float, rules: Rules) -> float:
         if mesh.tp > 1:
             bytes_ += SLOTS * rules.element * tokens * model.hidden
         if mesh.dp * mesh.cp > 1:
-            bucket = rules.weight * model.largest / mesh.tp
+            trained, largest = model.parameters / (mesh.tp * mesh.pp), model.largest / mesh.tp
+            if job.adapters is not None:
+                trained = job.adapters.parameters(mesh.tp) * model.layers / mesh.pp
+                largest = largest if mesh.zero == 3 else job.adapters.largest
+            bucket = rules.weight * largest
             if mesh.zero < 3:
-                bucket = max(bucket, min(BUCKET_BYTES, rules.weight * model.parameters / (mesh.tp * mesh.pp)))
+                bucket = max(bucket, min(BUCKET_BYTES, rules.weight * trained))
             bytes_ += SLOTS * bucket * (mesh.dp * mesh.cp if rules.peers_resident else 1)
             if mesh.zero:
                 bytes_ += SLOTS * bucket  # weights have their own slots, for each rank's rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from pyruntime.choices import OptimizerName, PipelineKind, Recomputation, Rounding
 from pyruntime.plan.cluster import Cluster
-from pyruntime.plan.models import ModelShape
+from pyruntime.plan.models import Adapters, ModelShape
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Job:
     """Rounding of bf16 weights: nearest to an fp32 master weight, or stochastic without one."""
     optimizer: OptimizerName = "adamw"
     """Optimizer of the layers' matrices; AdamW updates the rest."""
+    adapters: Adapters | None = None
+    """The low-rank adapters that train in place of the weights; None: all weights train."""
 
     @property
     def tokens(self) -> int:

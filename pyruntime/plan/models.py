@@ -10,6 +10,33 @@ from functools import cached_property
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters (LoRA) of a layer's linears. Of A [rank, in] and B [out, rank], tensor parallelism
+    cuts B of a column linear and A of a row linear."""
+
+    rank: int
+    columns: tuple[tuple[int, int], ...]
+    """Shapes [out, in] of the linears with an adapter whose out features are cut."""
+    rows: tuple[tuple[int, int], ...]
+    """Shapes of those whose in features are cut."""
+
+    def parameters(self, tp: int) -> float:
+        """Returns the parameters of one layer's adapters on a tensor-parallel rank."""
+        whole = sum(into for _, into in self.columns) + sum(out for out, _ in self.rows)
+        cut = sum(out for out, _ in self.columns) + sum(into for _, into in self.rows)
+        return self.rank * (whole + cut / tp)
+
+    def features(self, tp: int) -> float:
+        """Returns the low-rank features of a token that a rank keeps in one layer, over all its rows."""
+        return self.rank * (len(self.columns) + len(self.rows) / tp)
+
+    @property
+    def largest(self) -> int:
+        """Parameters of the largest matrix."""
+        return self.rank * max(map(max, (*self.columns, *self.rows)))
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The shape of a decoder-only transformer: a Llama, or (`gated` False, `biased` True) a GPT.
 

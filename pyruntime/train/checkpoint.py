@@ -106,11 +106,21 @@ def _check_fragments(checkpoint: Path, outer: ShardedOuter, group: dist.ProcessG
 
 
 def load_weights(checkpoint: Path, model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Loads only the weights, in place, at any number of ranks. Raises ConfigError if they are of another
-    model. Does not check the files for damage (`check_files`)."""
+    """Loads only the weights, in place, at any number of ranks; those that do not train are not saved, and
+    stay. Raises ConfigError if they are of another model. Does not check the files for damage
+    (`check_files`)."""
+    frozen = tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if any(not each.requires_grad for each in module.parameters(recurse=False))
+    )
     names = dict(model.named_parameters(remove_duplicate=False)).keys()
     again = names - dict(model.named_parameters()).keys()  # a shared weight is saved once
-    weights = {name: value for name, value in model.state_dict().items() if name not in again}
+    weights = {
+        name: value
+        for name, value in model.state_dict().items()
+        if name not in again and not name.startswith(frozen)
+    }
     _load(checkpoint, {"model": weights}, group, f"Loading the weights of {checkpoint}")
 
 

@@ -55,6 +55,9 @@ class CheckpointFacts:
     compression: str = ""
     """The compression of gradients or displacements, and the ranks it was over, each of which saved its
     residuals; empty: none."""
+    adapters: str = ""
+    """If only low-rank adapters were trained and saved: their settings, and the weights they belong to.
+    Empty: all weights were."""
     layers: Sequence[int] = ()
     """Layers of each stage of the resumed pipeline, if layers have moved; else empty."""
     saved_at: float = 0.0
@@ -169,6 +172,7 @@ def read_matching(checkpoint: Path, wanted: CheckpointFacts) -> CheckpointFacts:
             "optimizer.name": each.optimizer,
             "optimizer.rounding": each.rounding,
             "data_parallel.method": each.method,
+            "adapters": each.adapters or "none",
         }
         for each in (facts, wanted)
     )
@@ -230,6 +234,7 @@ def read(checkpoint: Path) -> CheckpointFacts:
         whole = whole and all(type(count) is int and count >= 1 for count in facts.layers)
         whole = whole and all(isinstance(norm, float) and math.isfinite(norm) for norm in facts.norms)
         whole = whole and isinstance(facts.dtype, str) and isinstance(facts.compression, str)
+        whole = whole and isinstance(facts.adapters, str)
         whole = whole and isinstance(facts.saved_at, float)
         whole = whole and all(
             loss is None or (isinstance(loss, float) and math.isfinite(loss))

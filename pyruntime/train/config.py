@@ -144,6 +144,23 @@ class Optimizer:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters (LoRA), which train in place of the model's weights (docs/how-to/finetune.md)."""
+
+    rank: int = 0
+    """Columns of an adapter's matrices, such as 16; 0: no adapters, all weights train."""
+    alpha: float = 32.0
+    """Scale of the adapters, dimensionless: an adapter counts alpha / rank times."""
+    targets: tuple[str, ...] = choices.LORA_TARGETS
+    """Linears of the layers that get an adapter, by peft's names."""
+    rslora: bool = False
+    """Whether an adapter counts alpha / sqrt(rank) times instead (arXiv 2312.03732)."""
+    init_from: str = ""
+    """Folder with adapters in peft's format to start from; rank, alpha and targets must be theirs. Empty: new
+    adapters, which begin without effect."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Train:
     """The length of the run, the batch, and how ranks compute."""
 
@@ -406,6 +423,7 @@ class RunConfig:
     model: Model = Model()
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
+    lora: Lora = Lora()
     train: Train = Train()
     parallel: Parallel = Parallel()
     data_parallel: DataParallel = DataParallel()

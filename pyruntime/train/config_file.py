@@ -47,7 +47,16 @@ def find(name_or_path: str) -> Path:
 def load(path: Path, ranks: int = 1) -> RunConfig:
     """Returns the configuration that a TOML file gives for `ranks` ranks. Raises ConfigError with the file's
     name, the key and what was expected."""
-    return from_dict(_for_ranks(_values(path), ranks, str(path)), source=str(path))
+    config = from_dict(_for_ranks(_values(path), ranks, str(path)), source=str(path))
+    return _with_files_beside(config) if path.parent == PRESET_DIR else config
+
+
+def _with_files_beside(config: RunConfig) -> RunConfig:
+    """Returns the configuration of a preset with its own files, which lie beside it, by their whole paths."""
+    data = config.data
+    template = str(PRESET_DIR / data.chat_template) if data.chat_template else ""
+    paths = tuple(str(PRESET_DIR / each) for each in data.paths)
+    return dataclasses.replace(config, data=dataclasses.replace(data, paths=paths, chat_template=template))
 
 
 def ranks_of(path: Path) -> list[int]:

@@ -13,9 +13,11 @@ from pyruntime.comm import Runtime
 from pyruntime.comm.groups import crosses_hosts
 from pyruntime.context import Context
 from pyruntime.llama import Llama, load_weights
+from pyruntime.llama.adapter_files import load_adapters
 from pyruntime.llama.elementwise import NoCompiler
 from pyruntime.llama.hf import check_shapes, read_config, saved_dtype
 from pyruntime.nn import RouterLosses
+from pyruntime.nn.low_rank import LoRA
 from pyruntime.nn.parameters import Group
 from pyruntime.train import checkpoint
 from pyruntime.train.assembly import data_axes
@@ -33,7 +35,8 @@ def slices_of(run: ResolvedRun, runtime: Runtime) -> int:
     asked = config.parallel.tp_slices
     if asked != "auto":
         return asked
-    whole = run.shape.mixture is not None or run.shape.qk_norm  # slices know neither
+    # Slices know none of these.
+    whole = run.shape.mixture is not None or run.shape.qk_norm or config.lora.rank > 0
     if whole or config.parallel.cp > 1 or why_no_slices(config, run.mesh.tp):
         return 1
     return 2 if crosses_hosts(runtime.tp, runtime.device) else 1
@@ -63,7 +66,18 @@ def make_model(run: ResolvedRun, runtime: Runtime) -> Llama:
     if source:
         with refusing("model.init_from: ", (ValueError, OSError)):
             load_weights(model, source)
+    if config.lora.init_from:
+        with refusing("lora.init_from: ", (ValueError, OSError)):
+            load_adapters(model, config.lora.init_from)
     return model
+
+
+def lora_of(config: RunConfig) -> LoRA | None:
+    """Returns the adapters that a run trains; None if all weights train."""
+    asked = config.lora
+    if asked.rank == 0:
+        return None
+    return LoRA(asked.rank, asked.alpha, asked.targets, asked.rslora, config.train.seed)
 
 
 def _router_losses(run: ResolvedRun, runtime: Runtime) -> RouterLosses:
@@ -76,8 +90,13 @@ def _router_losses(run: ResolvedRun, runtime: Runtime) -> RouterLosses:
 
 
 def whole_model(run: ResolvedRun, runtime: Runtime, folder: Path) -> Llama:
-    """The layers of all stages over this rank's tensor-parallel group, from the checkpoint in `folder`."""
-    model = _llama(run, runtime, seed=None)
+    """The layers of all stages over this rank's tensor-parallel group, from the checkpoint in `folder`, and
+    those that it does not have, because they did not train, from where the run began."""
+    source, is_frozen = run.config.model.init_from, run.config.lora.rank > 0
+    model = _llama(run, runtime, seed=run.config.train.seed if is_frozen and not source else None)
+    if is_frozen and source:
+        with refusing("model.init_from: ", (ValueError, OSError)):
+            load_weights(model, source)
     checkpoint.load_weights(folder, model, comm.process_group(runtime.tp))
     return model
 
@@ -91,6 +110,7 @@ def _llama(run: ResolvedRun, runtime: Runtime, *, seed: int | None, **options: A
         tier=run.config.comm.tier,
         wire=run.config.parallel.tp_wire,
         seed=seed,
+        lora=lora_of(run.config),
         **options,
     )
 

@@ -10,7 +10,7 @@ from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.measured import PROCESS_BYTES
 from pyruntime.plan.memory import Memory, Rules, worst_memory
 from pyruntime.plan.mesh import Job, Mesh
-from pyruntime.plan.models import ModelShape
+from pyruntime.plan.models import Adapters, ModelShape
 from pyruntime.plan.step import Predictor, StepSeconds
 from pyruntime.train.config import DataParallel, RunConfig
 
@@ -105,6 +105,7 @@ def planned(run: ResolvedRun, cluster: Cluster) -> tuple[Job, Mesh]:
         train.seq_len,
         rounding=config.optimizer.rounding,
         optimizer=config.optimizer.name,
+        adapters=_adapters(run),
     )
     mesh = Mesh(
         pp=parallel.pp,
@@ -124,6 +125,15 @@ def planned(run: ResolvedRun, cluster: Cluster) -> tuple[Job, Mesh]:
     replicate = parallel.dp_replicate if tau else sizes.dp_replicate
     dp, zero = parallel.dp, 0 if tau else parallel.zero  # CO2 cuts nothing
     return job, dataclasses.replace(mesh, tp=sizes.tp, dp=dp, zero=zero, replicate=replicate, tau=tau)
+
+
+def _adapters(run: ResolvedRun) -> Adapters | None:
+    lora, shapes = run.config.lora, run.shape.linear_shapes()
+    if lora.rank == 0:
+        return None
+    asked = [(name in ("o_proj", "down_proj"), shapes[name]) for name in lora.targets]
+    columns, rows = (tuple(shape for is_row, shape in asked if is_row == kind) for kind in (False, True))
+    return Adapters(lora.rank, columns, rows)
 
 
 def _tau(method: DataParallel) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pyruntime.data_parallel import Compression
 from pyruntime.data_parallel.compression.compressor import PIECES
-from pyruntime.llama import stage
+from pyruntime.llama import origin, stage
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import ModelPart
 from pyruntime.llama.stage_profile import costed
@@ -75,6 +75,17 @@ class ResolvedRun:
     def meets_every_step(self) -> bool:
         """Whether data-parallel ranks sum their gradients in every step."""
         return self.outer is None
+
+    @property
+    def adapters(self) -> int:
+        """Parameters of the low-rank adapters; 0 if all weights train."""
+        lora = self.config.lora
+        return self.shape.adapter_parameter_count(lora.rank, lora.targets)
+
+    @property
+    def flops_per_token(self) -> int:
+        """Model FLOPs of a token as MFU counts them."""
+        return self.shape.flops_per_token(self.config.train.seq_len, adapters=self.adapters)
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -235,6 +246,17 @@ def _compression(config: RunConfig) -> Compression | None:
     )
 
 
+def adapters_in_words(config: RunConfig) -> str:
+    """Names the adapters of a run and the weights that they belong to; empty if all weights train."""
+    lora, source = config.lora, config.model.init_from
+    if lora.rank == 0:
+        return ""
+    with refusing("model.init_from: ", (ValueError, OSError)):
+        base = origin.fingerprint(Path(source)) if source else f"the random ones of seed {config.train.seed}"
+    scale = f"alpha={lora.alpha:g}{' (rslora)' if lora.rslora else ''}"
+    return f"rank={lora.rank} {scale} on {','.join(sorted(lora.targets))} of weights {base}"
+
+
 def _facts(
     config: RunConfig, shape: LlamaConfig, mesh: MeshSizes, compression: Compression | None
 ) -> CheckpointFacts:
@@ -254,5 +276,6 @@ def _facts(
         config.optimizer.name,
         config.optimizer.rounding,
         method=config.data_parallel.method + of_replicas,
+        adapters=adapters_in_words(config),
         compression=compressed,
     )

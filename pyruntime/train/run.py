@@ -5,6 +5,7 @@ RUN_DIR/resolved.json    what follows from it: mesh, stages, shape of the model
 RUN_DIR/metrics.jsonl    one object a step
 RUN_DIR/checkpoints/     resumable checkpoints
 RUN_DIR/model/           the weights in Hugging Face's format, with the tokenizer
+RUN_DIR/adapter/         in place of model/, if adapters were trained: these, in peft's format
 RUN_DIR/came_with/       files of model.init_from besides weights; copied into model/
 RUN_DIR/lock             names the process that writes here, while it lives
 RUN_DIR/ledger/          what every rank waited for, and behind what bytes were hidden (train.ledger)
@@ -29,6 +30,7 @@ from pyruntime import comm
 from pyruntime.comm import Runtime
 from pyruntime.comm.exchange import first_line
 from pyruntime.llama import Llama, generate, origin, save_hf
+from pyruntime.llama.adapter_files import save_adapters
 from pyruntime.llama.hf import weight_files
 from pyruntime.overlap.account import table
 from pyruntime.overlap.files import RankLedger
@@ -61,7 +63,7 @@ from pyruntime.train.watching.watch import Watch
 from pyruntime.tuning.apply import Found, device_name, find, library, use
 from pyruntime.tuning.cache import default_path
 
-MODEL_FOLDER, SAMPLE_FILE = "model", "sample.txt"
+MODEL_FOLDER, ADAPTER_FOLDER, SAMPLE_FILE = "model", "adapter", "sample.txt"
 # The prompt begins a function in Python, the default text; small models ramble at temperature 1.
 SAMPLE_PROMPT, SAMPLE_TEMPERATURE = b"def ", 0.8
 
@@ -120,6 +122,11 @@ class RankRun:
     bytes_moved: int = 0
     """Bytes that this rank read from others in the steps of this process."""
     ledger: StepLedger | None = None
+
+    @property
+    def result(self) -> Path:
+        """The folder of what was trained: a model, or adapters."""
+        return self.run_dir / (ADAPTER_FOLDER if self.run.config.lora.rank else MODEL_FOLDER)
 
     @property
     def is_rank_0(self) -> bool:
@@ -292,12 +299,13 @@ def _watch(job: RankRun) -> Watch:
     peak = peak_of(run.config, job.runtime)
     job.say(f"peak   {peak.words if peak else 'not known, so no MFU is; train.peak_flops states it'}")
     predicted_s = None
-    if output.cluster:
+    if output.cluster and run.config.lora.rank:
+        job.say("plan   the seconds of a step are not predicted for low-rank adapters")
+    elif output.cluster:
         cluster = find_cluster(output.cluster)
         predicted_s = predicted(*planned(run, cluster)).total
         job.say(f"plan   {predicted_s:.3g} s a step, by {output.cluster} ({cluster.description})")
-    flops = run.shape.flops_per_token(run.config.train.seq_len)
-    return Watch(run.config.train.steps, run.mesh.ranks, flops, peak, predicted_s)
+    return Watch(run.config.train.steps, run.mesh.ranks, run.flops_per_token, peak, predicted_s)
 
 
 def _use_tuning(run: ResolvedRun, runtime: Runtime) -> str:
@@ -386,7 +394,7 @@ def finish(job: RankRun) -> None:
     sample = _sample(job) if is_first_tp or not is_pipeline else None
     if job.is_rank_0:
         with writing(job.run_dir / SAMPLE_FILE, job.trainer.what_is_saved()):
-            _close(job.run_dir, job.run.config.train.dtype, sample, job.progress)
+            _close(job, sample)
 
 
 def _best(job: RankRun) -> Path | None:
@@ -402,30 +410,34 @@ def _best(job: RankRun) -> Path | None:
 
 
 def _save_model(job: RankRun) -> None:
-    folder, tokenizer = job.run_dir / MODEL_FOLDER, job.tokenizer
-    with told_to_all(), writing(folder, job.trainer.what_is_saved()):
+    tokenizer, source = job.tokenizer, job.run.config.model.init_from
+    with told_to_all(), writing(job.result, job.trainer.what_is_saved()):
+        if job.run.config.lora.rank:
+            save_adapters(job.model, job.result, str(Path(source).resolve()) if source else None)
+            return
         begin = next(iter(tokenizer.begin), None)
-        save_hf(job.model, folder, separator=tokenizer.separator, begin=begin)
+        save_hf(job.model, job.result, separator=tokenizer.separator, begin=begin)
 
 
 def _write_report(job: RankRun) -> None:
     """Writes the plot and the scorecard, and copies tokenizer and other files beside the weights."""
     run_dir, kept = job.run_dir, job.run_dir / origin.FOLDER
     with writing(run_dir, job.trainer.what_is_saved()):
-        if kept.is_dir():
+        if kept.is_dir() and not job.run.config.lora.rank:
             try:
-                origin.give_back(kept, run_dir / MODEL_FOLDER)
+                origin.give_back(kept, job.result)
             except ValueError as error:  # the weights are there, and training is done
-                job.say(f"{run_dir / MODEL_FOLDER} lacks the files that came with its model: {error}")
+                job.say(f"{job.result} lacks the files that came with its model: {error}")
         if job.run.config.data.tokenizer or not (kept / TOKENIZER_FILE).is_file():
-            job.tokenizer.save(run_dir / MODEL_FOLDER)
-        give_template(run_dir, run_dir / MODEL_FOLDER)
+            job.tokenizer.save(job.result)
+        give_template(run_dir, job.result)
         lines = metrics.read(run_dir / metrics.FILE_NAME)
         scorecard.plot_loss(lines, run_dir / scorecard.PLOT_FILE)
         if own := [line for line in lines if line["step"] > job.first]:
-            flops = job.run.shape.flops_per_token(job.run.config.train.seq_len)
             tiers = [dataclasses.asdict(row) for row in job.trainer.tiers.rows]
-            card = scorecard.scorecard(own, job.run.mesh.ranks, job.bytes_moved, flops, tiers)
+            card = scorecard.scorecard(
+                own, job.run.mesh.ranks, job.bytes_moved, job.run.flops_per_token, tiers
+            )
             scorecard.write_scorecard(card, run_dir)
             job.say("\n" + scorecard.format_scorecard(card))
 
@@ -462,12 +474,14 @@ def _sample(job: RankRun) -> str | None:
     return tokenizer.decode(ids[0, len(tokenizer.begin) :].tolist())
 
 
-def _close(run_dir: Path, dtype: str, sample: str | None, progress: Progress) -> None:
+def _close(job: RankRun, sample: str | None) -> None:
     """Writes and prints the sample, and prints where everything is."""
     if sample is not None:
-        (run_dir / SAMPLE_FILE).write_text(sample + "\n", encoding="utf-8")
-        progress.say(f"\nSample\n{sample}")
-    progress.say(
-        f"\nEverything is in {run_dir}: weights in {MODEL_FOLDER}/ ({dtype}), {scorecard.PLOT_FILE}, "
-        f"{metrics.FILE_NAME}."
+        (job.run_dir / SAMPLE_FILE).write_text(sample + "\n", encoding="utf-8")
+        job.progress.say(f"\nSample\n{sample}")
+    config = job.run.config
+    what = "adapters" if config.lora.rank else "weights"
+    job.progress.say(
+        f"\nEverything is in {job.run_dir}: {what} in {job.result.name}/ ({config.train.dtype}), "
+        f"{scorecard.PLOT_FILE}, {metrics.FILE_NAME}."
     )

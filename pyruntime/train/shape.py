@@ -14,6 +14,7 @@ from pyruntime.nn.parameters import shard_bounds
 from pyruntime.train.config import Model, RunConfig, mesh_of
 from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer
 from pyruntime.train.errors import ConfigError, refusing
+from pyruntime.train.validate.adapter_options import check_lora_of
 from pyruntime.train.validate.expert_models import check_experts
 
 VOCABULARY_MULTIPLE = 128
@@ -35,6 +36,7 @@ def open_model(config: RunConfig, world_size: int) -> tuple[Tokenizer, LlamaConf
     tokenizer = open_tokenizer(data.tokenizer, model.init_from, data.paths)
     shape = llama_config(model, tokenizer.vocab_size, config.train.seq_len, mesh.tp, mesh.tp_y)
     check_experts(config, shape)
+    check_lora_of(config, shape)
     return tokenizer, shape
 
 

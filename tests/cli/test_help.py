@@ -59,7 +59,7 @@ def test_help_shows_every_flag_with_a_sentence(capsys, monkeypatch, command, opt
 def test_help_names_the_presets_and_the_commands(capsys):
     main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "dim1024, dim256, llama3-405b, llama3-70b, llama3-8b, main, tiny" in shown
+    assert "dim1024, dim256, finetune, llama3-405b, llama3-70b, llama3-8b, main, tiny" in shown
     assert main([]) == 0
     assert "train" in capsys.readouterr().out
 

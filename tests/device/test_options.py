@@ -36,6 +36,7 @@ GROUPS = [
     ["slices", "init_from", "costs"],
     ["hybrid", "cp"],
     ["rings", "grid", "experts"],
+    ["adapters", "more adapters"],
 ]
 """Runs on the same ranks, one after the other."""
 LEFT = {
@@ -146,6 +147,11 @@ def runs(folder: Path) -> dict[str, RunConfig]:
             train={"balance_loss": 0.5, "router_z_loss": 0.1, "batch_size": 2},
             parallel={"tp": 2, "dp": 2, "zero": 3},
         ),
+        "adapters": changed(
+            base,
+            lora={"rank": 4, "alpha": 6.0, "targets": ("q_proj", "v_proj", "o_proj"), "rslora": True},
+            parallel={"tp": 2, "pp": 2},
+        ),
         "slices": changed(
             base,
             model={"num_hidden_layers": 4},
@@ -163,6 +169,9 @@ def runs(folder: Path) -> dict[str, RunConfig]:
     first = made["tp x dp"]
     went_on = changed(first, checkpoint={"resume": f"{first.output.run_dir}/checkpoints/step-000002"})
     made["went on"] = in_folder(went_on, folder, "went on")
+    from_adapters = {"init_from": f"{made['adapters'].output.run_dir}/adapter"}
+    more = changed(made["adapters"], lora=from_adapters, parallel={"pp": 1, "dp": 2, "zero": 3})
+    made["more adapters"] = in_folder(more, folder, "more adapters")
     from_model = Model(init_from=f"{made['slices'].output.run_dir}/model")
     begun = changed(dataclasses.replace(base, model=from_model), parallel={"dp": 4, "zero": 1})
     made["init_from"] = in_folder(begun, folder, "init_from")

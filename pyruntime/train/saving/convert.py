@@ -6,38 +6,51 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pyruntime.choices import Dtype
 from pyruntime.comm import CommError, Runtime
 from pyruntime.data_parallel import shard
-from pyruntime.llama import Llama, LlamaConfig, RopeScaling, load_hf, origin, save_hf
+from pyruntime.llama import Llama, LlamaConfig, RopeScaling, adapters, load_hf, load_weights, origin, save_hf
+from pyruntime.llama.adapter_files import save_adapters
 from pyruntime.llama.hf import read_config, saved_dtype
 from pyruntime.train import checkpoint, checkpoint_folder, config_file, manifest
 from pyruntime.train.checkpoint_folder import CheckpointFacts
-from pyruntime.train.config import Checkpoint, Model, RunConfig, Train
+from pyruntime.train.config import Checkpoint, Model, RunConfig, Train, spelled_out
 from pyruntime.train.data import tokenizing
 from pyruntime.train.data.chat_template import give_template
 from pyruntime.train.data.tokenizer import FILE_NAME, ByteTokenizer, Tokenizer, open_tokenizer
 from pyruntime.train.disk import cannot_write, cause_of
 from pyruntime.train.errors import ConfigError, TrainingError, refusing
-from pyruntime.train.model_of_run import DTYPES
+from pyruntime.train.model_of_run import DTYPES, lora_of
 from pyruntime.train.ranks import on_rank_0
+from pyruntime.train.resolved import adapters_in_words
 from pyruntime.train.saving.saver import Saver
 from pyruntime.train.shape import padded_vocabulary
 
 
 def to_hf(
-    folder: Path, target: Path, runtime: Runtime, dtype: Dtype | None = None, max_file_bytes: int = 5 * 10**9
+    folder: Path,
+    target: Path,
+    runtime: Runtime,
+    dtype: Dtype | None = None,
+    max_file_bytes: int = 5 * 10**9,
+    *,
+    merge: bool = False,
 ) -> CheckpointFacts:
     """Writes the weights of the checkpoint `folder` as a folder that transformers reads, with the run's
     tokenizer if its config.toml names one. Every rank calls it. Returns the facts of the checkpoint.
 
-    dtype: to convert to; None keeps the checkpoint's. Raises ConfigError if the checkpoint is damaged or does
-    not fit the ranks, TrainingError if the target cannot be written.
+    Of a run that trained adapters it writes these, as peft reads them; merge: the model that they belong to
+    with the adapters added to its weights. dtype: to convert to; None keeps the checkpoint's. Raises
+    ConfigError if the checkpoint is damaged or does not fit the ranks, or if merge is asked for and it has no
+    adapters; TrainingError if the target cannot be written.
     """
     facts = checkpoint.check_files(folder, runtime.world)
+    if merge and not facts.adapters:
+        raise ConfigError(f"--merge: {folder} has all weights and no adapters; leave out --merge.")
     shape = shape_of(folder, facts)
     tokenizer: Tokenizer | None = None  # on rank 0
 
@@ -49,14 +62,21 @@ def to_hf(
     separator, begin = on_rank_0(
         runtime.world, "Reading the tokenizer", read_tokenizer, tuple[int | None, int | None]
     )
-    with refusing():
-        model = Llama(shape, runtime.tp, dtype=DTYPES[facts.dtype], tier="chunked", seed=None)
+    model, source = _model(folder, facts, shape, runtime)
     checkpoint.load_weights(folder, model, runtime.world)
+    to_dtype = None if dtype is None else DTYPES[dtype]
+    if facts.adapters and not merge:
+        with _writing(target):
+            save_adapters(model, target, source or None, to_dtype)
+            if tokenizer is not None:
+                tokenizer.save(target)
+        return facts
+    adapters.merge(model)
     with _writing(target):
         save_hf(
             model,
             target,
-            dtype=None if dtype is None else DTYPES[dtype],
+            dtype=to_dtype,
             max_file_bytes=max_file_bytes,
             separator=separator,
             begin=begin,
@@ -70,6 +90,33 @@ def to_hf(
         if runtime.rank == 0:
             give_template(kept.parent, target)
     return facts
+
+
+def _model(folder: Path, facts: CheckpointFacts, shape: LlamaConfig, runtime: Runtime) -> tuple[Llama, str]:
+    """Makes the model of a checkpoint. If that has only adapters, the model has the weights that they belong
+    to, by the run's config.toml. Returns it, and the folder of these weights."""
+    options: dict[str, Any] = {"dtype": DTYPES[facts.dtype], "tier": "chunked"}
+    if not facts.adapters:
+        with refusing():
+            return Llama(shape, runtime.tp, seed=None, **options), ""
+    path = folder.resolve().parent.parent / "config.toml"
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} has only adapters, and {path}, which names the model that they belong to, is missing; "
+            "convert it in the folder of its run."
+        )
+    config = spelled_out(config_file.load(path))
+    if (found := adapters_in_words(config)) != facts.adapters:
+        raise ConfigError(
+            f"{folder} has the adapters {facts.adapters}, but {path} describes {found or 'none'}; restore "
+            "the model that model.init_from names there."
+        )
+    source, seed = config.model.init_from, config.train.seed
+    with refusing(f"{path}: ", (ValueError, OSError)):
+        model = Llama(shape, runtime.tp, seed=None if source else seed, lora=lora_of(config), **options)
+        if source:
+            load_weights(model, source)
+    return model, str(Path(source).resolve()) if source else ""
 
 
 def from_hf(source: Path, target: Path, runtime: Runtime, dtype: Dtype | None = None) -> CheckpointFacts:

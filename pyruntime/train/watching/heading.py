@@ -20,11 +20,21 @@ def first_lines(run: ResolvedRun, data: Corpus, run_dir: Path, runtime: Runtime)
             f"model  {shape.parameter_count() / 1e6:.1f} M parameters, {train.dtype}, {_axes(run)}, "
             f"{torch.get_num_threads()} thread(s) a rank",
             f"device {Device(runtime.device, runtime.why_device).describe()}",
+            *([f"lora   {adapters_in_words(run)}"] if config.lora.rank else []),
             f"text   {data}",
             f"steps  {train.steps} of {run.tokens_per_step:,} tokens, in micro-batches of "
             f"{train.micro_batch_size} x {train.seq_len}",
             f"run    {run_dir}",
         ]
+    )
+
+
+def adapters_in_words(run: ResolvedRun) -> str:
+    """Says which adapters a run trains, and how much of the model they are."""
+    lora, share = run.config.lora, run.adapters / run.shape.parameter_count()
+    return (
+        f"rank {lora.rank} on {', '.join(lora.targets)}: {run.adapters / 1e6:.3g} M parameters train "
+        f"({share:.2%} of the model's)"
     )
 
 
