@@ -33,14 +33,20 @@ class ForwardPass:
     cos: Tensor  # [seq, head_dim]
     sin: Tensor
     context: Context | None  # the ranks that share the sequence
-    # With documents and no context: the first key that each query sees, [B, seq] int32.
+    # Without a context: the first key that each query sees, [B, seq] int32, in layers without a window and in
+    # those with one. None: the first of all.
     begin: Tensor | None = None
+    begin_in_window: Tensor | None = None
     # With documents and a context: document ids of prefixes of the sequences, by the tokens of one rank.
     documents: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
 
     def documents_of(self, share: int) -> Tensor | None:
         """Returns the document ids of the first `share` tokens of every context rank."""
         return self.documents.get(share)
+
+    def begin_of(self, window: int | None) -> Tensor | None:
+        """Returns the first key that each query sees in a layer with that window; None: the first of all."""
+        return self.begin if window is None else self.begin_in_window
 
 
 class Cache(Protocol):
@@ -61,20 +67,21 @@ class Block(nn.Module):
         selective: bool,
         elementwise: Elementwise,
         mixture: MixtureOfExperts | None = None,
+        window: int | None = None,
     ):
         super().__init__()
-        self.selective, self.elementwise = selective, elementwise
+        self.selective, self.elementwise, self.window = selective, elementwise, window
         hidden, ffn = config.hidden_size, config.intermediate_size
         q = config.num_attention_heads * config.head_dim
         kv = config.num_key_value_heads * config.head_dim
-        attention, mlp = config.attention_bias, config.mlp_bias
+        of_qkv, mlp = config.attention_bias or config.qkv_bias, config.mlp_bias
         column = {**options, "keep_gathered": keep_gathered}
         place = {name: options[name] for name in ("group", "dtype", "device")}
         self.eps = config.rms_norm_eps
         self.hidden, self.y = hidden, options["group"].y
         self.attention_norm = RMSNorm(hidden, self.eps, **place)
-        self.qkv = MergedColumnParallelLinear(hidden, {"q": q, "k": kv, "v": kv}, attention, **column)
-        self.out = RowParallelLinear(q, hidden, attention, **options)
+        self.qkv = MergedColumnParallelLinear(hidden, {"q": q, "k": kv, "v": kv}, of_qkv, **column)
+        self.out = RowParallelLinear(q, hidden, config.attention_bias, **options)
         self.has_head_norms = config.qk_norm
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, self.eps, **place)
@@ -118,10 +125,10 @@ class Block(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         if step.context is None:
-            attended = causal_attention(q, k, v, step.begin).transpose(1, 2)
+            attended = causal_attention(q, k, v, step.begin_of(self.window)).transpose(1, 2)
         else:
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-            attended = step.context.attention(q, k, v, step.documents_of(k.shape[1]))
+            attended = step.context.attention(q, k, v, step.documents_of(k.shape[1]), self.window)
         attended = attended.reshape(rows, -1)
         normed, x = between.add_rms_norm(self.out(attended), x, mlp_norm, self.eps, self.hidden, self.y)
         with self.again(normed.rows, between.rms_norm_again, x, normed.rstd, mlp_norm, self.eps):

@@ -160,7 +160,15 @@ class Llama(nn.Module):
             mixture = None
             if config.mixture is not None and config.mixture.has(number):
                 mixture = MixtureOfExperts(config.mixture, hidden, self.router_losses, options)
-            block = Block(config, options, keep_gathered, recompute == "selective", self.elementwise, mixture)
+            block = Block(
+                config,
+                options,
+                keep_gathered,
+                recompute == "selective",
+                self.elementwise,
+                mixture,
+                config.window_of(number),
+            )
             self.layers.add_module(str(number), block)
         if self.part.head:
             self.norm = RMSNorm(hidden, config.rms_norm_eps, group=self.group, dtype=dtype, device="meta")
@@ -297,6 +305,9 @@ class Llama(nn.Module):
             # Each is made once, because masks are cached by the tensor (`pyruntime.context.mask`).
             lengths = [start + each for each in accumulate(self._parts(seq) if caches is None else (seq,))]
             prefixes = {each: documents[:, : each * cp] for each in lengths}
+        in_window = begin
+        if context is None and config.sliding_window is not None and config.sliding_window < end:
+            in_window = _begin_in_window(config.sliding_window, start, end, batch, begin, x.device)
         step = ForwardPass(
             batch,
             seq,
@@ -306,6 +317,7 @@ class Llama(nn.Module):
             sin[places],
             context,
             begin,
+            in_window,
             prefixes,
         )
         norms = self.norm_weights(layers)
@@ -420,3 +432,12 @@ class Llama(nn.Module):
         if ids.dim() != 2 or ids.numel() == 0:
             raise ValueError(f"ids have shape {list(ids.shape)}; pass token sequences [B, S], not empty.")
         return ids.shape[0], ids.shape[1]
+
+
+def _begin_in_window(
+    window: int, start: int, end: int, batch: int, begin: Tensor | None, device: torch.device
+) -> Tensor:
+    """Returns the first key that the queries at start .. end - 1 see if each sees the last `window` keys up to
+    its own, [batch, end - start] int32. begin: the first key that they see in their documents."""
+    first = torch.arange(start, end, dtype=torch.int32, device=device).sub(window - 1).clamp(min=0)
+    return first.expand(batch, -1) if begin is None else torch.maximum(begin, first)

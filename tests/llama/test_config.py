@@ -19,6 +19,7 @@ PUBLISHED = {
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
 }
+SLIDING_FIRST = ["sliding_attention", "full_attention"]
 
 
 def parameters(model: nn.Module) -> int:
@@ -104,7 +105,10 @@ def test_impossible_shapes_are_refused(changes, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rope_type": "yarn"}, "rope_type='yarn'"),
+        ({"rope_type": "longrope"}, "There is no rope_type='longrope'; use one of"),
+        ({"rope_type": "yarn", "beta_fast": 1.0}, "beta_slow=1.0 and beta_fast=1.0 must be positive"),
+        ({"rope_type": "yarn", "attention_factor": 0.0}, "attention_factor=0.0 must be between"),
+        ({"rope_type": "yarn", "truncate": 1}, "truncate=1 must be true or false"),
         ({"factor": 0.5}, "factor=0.5 must be at least 1"),
         ({"low_freq_factor": 4.0}, "low_freq_factor=4.0 and high_freq_factor=4.0"),
         ({"original_max_position_embeddings": 0}, "original_max_position_embeddings=0 must be"),
@@ -118,10 +122,18 @@ def test_impossible_rope_scaling_is_refused(arguments, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "model_type='mistral'"),
+        ({"model_type": "gemma2"}, "model_type='gemma2'; only 'llama', 'mistral', 'mixtral'"),
+        ({"partial_rotary_factor": 0.75}, "has partial_rotary_factor=0.75, which this model does not have"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type='longrope' is not supported"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "layer_types": SLIDING_FIRST},
+            "layer_types=.*; only layers with full_attention, and after them",
+        ),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window=0 must be a positive whole number"),
+        ({"model_type": "mistral", "attention_bias": True}, "has attention_bias=True, which no mistral model has"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "is quantized"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' in config.json lacks factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks low_freq_factor, high_freq_factor"),
         ({"hidden_size": None}, "config.json lacks hidden_size"),
     ],
