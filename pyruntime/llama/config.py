@@ -60,11 +60,16 @@ class LlamaConfig:
     qkv_bias: bool = False  # biases of q, k and v, but not of o (Qwen2)
     sliding_window: int | None = None  # keys that a query sees, its own included; None: all up to its own
     first_window_layer: int = 0  # the layers before this one have no window
+    merged_files: bool = (
+        False  # whether checkpoints have one tensor of q, k and v and one of gate and up (Phi-3)
+    )
 
     def __post_init__(self) -> None:
         for name in (*REQUIRED, "max_position_embeddings"):
             check_size(name, getattr(self, name))
-        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "qk_norm", "qkv_bias"):
+        for name in (
+            "tie_word_embeddings", "attention_bias", "mlp_bias", "qk_norm", "qkv_bias", "merged_files"
+        ):  # fmt: skip
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={short_repr(getattr(self, name))} must be true or false.")
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
@@ -285,6 +290,7 @@ class LlamaConfig:
             "torch_dtype": dtype,
             "bos_token_id": begin,
             "eos_token_id": separator,
+            "pad_token_id": None,  # a family may have one that is not in the vocabulary
             **values,
             **differences_to_hf(self),
         }

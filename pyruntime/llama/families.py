@@ -1,10 +1,11 @@
-"""The Hugging Face families that a model is written as and read from: names in config.json and of tensors.
+"""The Hugging Face families that a model is written as and read from: their names and keys in config.json.
 
 | model_type | layers |
 |---|---|
 | llama | one feed-forward network; perhaps biases |
 | mistral | perhaps a window of attention |
 | mixtral | experts, whose weights are divided by their sum; perhaps a window of attention |
+| phi3 | perhaps a window of attention; one tensor of q, k and v, and one of gate and up |
 | qwen2 | biases of q, k and v; perhaps a window of attention in the later layers |
 | qwen2_moe | experts and a shared one; the first layers may have none; perhaps biases of q, k and v |
 | qwen3 | queries and keys are normalised; perhaps a window of attention in the later layers |
@@ -13,9 +14,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyruntime.llama.mixture import Mixture
@@ -29,17 +27,19 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-DIFFERENCES = ("mixture", "qk_norm", "qkv_bias", "sliding_window", "first_window_layer")
+DIFFERENCES = ("mixture", "qk_norm", "qkv_bias", "sliding_window", "first_window_layer", "merged_files")
 """Fields of LlamaConfig that config.json of a family says in keys of its own, or by its model_type."""
 _WORDS = {
     "mixture": "experts",
     "qk_norm": "normalised queries and keys (qk_norm)",
     "qkv_bias": "biases of q, k and v",
+    "merged_files": "files with one tensor of q, k and v",
     "sliding_window": "a window of attention",
     "first_window_layer": "a window in the later layers alone",
     "attention_bias": "biases of q, k, v and o",
@@ -49,6 +49,7 @@ _FIELDS = {
     "llama": ("attention_bias", "mlp_bias"),
     "mistral": ("sliding_window",),
     "mixtral": ("mixture", "sliding_window"),
+    "phi3": ("merged_files", "sliding_window"),
     "qwen2": ("qkv_bias", "sliding_window", "first_window_layer"),
     "qwen2_moe": ("mixture", "qkv_bias"),
     "qwen3": ("qk_norm", "attention_bias", "sliding_window", "first_window_layer"),
@@ -58,10 +59,10 @@ _FIELDS = {
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     "mixtral": {"rms_norm_eps": 1e-5},
+    "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     "qwen2": {"max_position_embeddings": 32768},
 }
 """What transformers takes for keys that a config.json lacks, where it is not LlamaConfig's default."""
-_LAYER = re.compile(r"(model\.layers\.\d+\.)mlp\.(?:(gate)\.weight|experts\.(gate_up|down)_proj)")
 
 
 def family_of(config: LlamaConfig) -> str:
@@ -73,6 +74,8 @@ def family_of(config: LlamaConfig) -> str:
         found = "qwen3"
     elif config.qkv_bias:
         found = "qwen2"
+    elif config.merged_files:
+        found = "phi3"
     else:
         found = "llama" if config.sliding_window is None else "mistral"
     why = ""
@@ -92,6 +95,11 @@ def family_of(config: LlamaConfig) -> str:
     return found
 
 
+def _with(field: str) -> list[str]:
+    """Returns the families that have the field."""
+    return [family for family, fields in _FIELDS.items() if field in fields]
+
+
 def with_defaults(family: str, hf: dict[str, Any]) -> dict[str, Any]:
     """Returns a config.json with the family's own defaults for keys that it lacks."""
     return {"rms_norm_eps": 1e-6} | _DEFAULTS.get(family, {}) | hf
@@ -103,7 +111,7 @@ def differences_to_hf(config: LlamaConfig) -> dict[str, Any]:
     keys = _mixture_to_hf(config, family)
     if family == "qwen2_moe":
         return keys | {"qkv_bias": config.qkv_bias}
-    if family in ("mistral", "mixtral"):
+    if family in ("mistral", "mixtral", "phi3"):
         return keys | {"sliding_window": window}
     if "sliding_window" not in _FIELDS[family]:
         return keys
@@ -114,8 +122,8 @@ def differences_to_hf(config: LlamaConfig) -> dict[str, Any]:
 
 
 def differences_from_hf(family: str, hf: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields in DIFFERENCES of a config.json. Raises ValueError for a feature that this model does
-    not have."""
+    """Returns the fields in DIFFERENCES of a config.json. Raises ValueError for a feature that this model
+    does not have."""
     for name in ("attention_bias", "mlp_bias"):
         if hf.get(name) and name not in _FIELDS[family]:
             raise ValueError(f"config.json has {name}={short_repr(hf[name])}, which no {family} model has.")
@@ -126,6 +134,7 @@ def differences_from_hf(family: str, hf: dict[str, Any]) -> dict[str, Any]:
         "qkv_bias": hf.get("qkv_bias", True) if family == "qwen2_moe" else family == "qwen2",
         "sliding_window": window,
         "first_window_layer": first,
+        "merged_files": "merged_files" in _FIELDS[family],
     }
 
 
@@ -137,8 +146,8 @@ def _window_from_hf(family: str, hf: dict[str, Any]) -> tuple[int | None, int]:
             return None, 0
         if "sliding_window" not in _FIELDS[family]:
             raise ValueError(
-                f"config.json has use_sliding_window={short_repr(hf['use_sliding_window'])}, which this model "
-                f"does not have in layers with experts of {family}."
+                f"config.json has use_sliding_window={short_repr(hf['use_sliding_window'])}, which is not "
+                f"supported for {family}; it is for {', '.join(_with('first_window_layer'))}."
             )
         window, first = hf.get("sliding_window", 4096), _first_window_layer(hf)
     elif "sliding_window" not in _FIELDS[family]:  # transformers does not read it
@@ -231,42 +240,3 @@ def _dense_layers(hf: dict[str, Any]) -> int:
             f"{short_repr(without)}; only the first layers can be without experts."
         )
     return len(without)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor of a checkpoint folder, and where it is in the tensor of the model: the expert's number, if
-    that one has all experts, and the first row of its matrix."""
-
-    name: str
-    shape: tuple[int, ...]
-    expert: int | None = None
-    start: int = 0
-
-    @property
-    def rows(self) -> slice:
-        """The rows of an expert's matrix."""
-        return slice(self.start, self.start + self.shape[0])
-
-
-def stored(config: LlamaConfig, name: str, shape: Sequence[int]) -> list[Stored]:
-    """Returns the tensors in a checkpoint folder that make up the model's tensor of that name and shape."""
-    found = _LAYER.fullmatch(name)
-    if config.mixture is None or found is None:
-        return [Stored(name, tuple(shape))]
-    layer, router, matrix = found.groups()
-    mixtral = family_of(config) == "mixtral"
-    room = "block_sparse_moe" if mixtral else "mlp"
-    if router:
-        return [Stored(f"{layer}{room}.gate.weight", tuple(shape))]
-    experts, rows, columns = shape
-    if matrix == "down":
-        parts = ["w2" if mixtral else "down_proj"]
-    else:
-        parts = ["w1", "w3"] if mixtral else ["gate_proj", "up_proj"]
-    size = rows // len(parts)
-    return [
-        Stored(f"{layer}{room}.experts.{i}.{part}.weight", (size, columns), i, size * place)
-        for i in range(experts)
-        for place, part in enumerate(parts)
-    ]

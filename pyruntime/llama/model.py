@@ -437,7 +437,7 @@ class Llama(nn.Module):
 def _begin_in_window(
     window: int, start: int, end: int, batch: int, begin: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Returns the first key that the queries at start .. end - 1 see if each sees the last `window` keys up to
-    its own, [batch, end - start] int32. begin: the first key that they see in their documents."""
+    """Returns the first key that the queries at start .. end - 1 see if each sees the last `window` keys up
+    to its own, [batch, end - start] int32. begin: the first key that they see in their documents."""
     first = torch.arange(start, end, dtype=torch.int32, device=device).sub(window - 1).clamp(min=0)
     return first.expand(batch, -1) if begin is None else torch.maximum(begin, first)

@@ -90,9 +90,7 @@ def _rope_of_longer(came: dict[str, Any], written: dict[str, Any]) -> dict[str, 
     if came.get(longest) == written.get(longest) or key not in scaling or came.get(key):
         return {}
     names = ("rope_parameters", "rope_scaling")
-    return {
-        name: came[name] | {key: came[name].get(key, scaling[key])} for name in names if came.get(name)
-    }
+    return {name: came[name] | {key: came[name].get(key, scaling[key])} for name in names if came.get(name)}
 
 
 def _came(path: Path) -> dict[str, Any]:

@@ -127,8 +127,8 @@ def rope_of(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope_from_hf(rope: dict[str, Any], max_positions: int) -> RopeScaling | None:
-    """Returns the scaling in `rope`, from `rope_of`, without its theta. Raises ValueError for a type that this
-    model does not have."""
+    """Returns the scaling in `rope`, from `rope_of`, without its theta. Raises ValueError for a type that
+    this model does not have."""
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         raise ValueError(
@@ -161,12 +161,12 @@ def rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 def _resolve_mscale(rope: dict[str, Any]) -> None:
     """Sets the attention_factor that `mscale` and `mscale_all_dim` of YaRN stand for."""
-    scales = rope.get("mscale"), rope.get("mscale_all_dim")
-    if "attention_factor" in rope or not all(scales) or "factor" not in rope:
+    given = all(rope.get(name) for name in ("mscale", "mscale_all_dim", "factor"))
+    if "attention_factor" in rope or not given:
         return
     for name in ("mscale", "mscale_all_dim", "factor"):
         check_number(f"rope {name}", rope[name])
-    above, below = (yarn_magnitude(rope["factor"], scale) for scale in scales)
+    above, below = (yarn_magnitude(rope["factor"], rope[name]) for name in ("mscale", "mscale_all_dim"))
     if below == 0:
-        raise ValueError(f"rope mscale_all_dim={scales[1]} leaves nothing of queries and keys.")
+        raise ValueError(f"rope mscale_all_dim={rope['mscale_all_dim']} leaves nothing of queries and keys.")
     rope["attention_factor"] = above / below

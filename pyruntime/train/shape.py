@@ -64,7 +64,7 @@ def _with_positions(shape: LlamaConfig, seq_len: int) -> LlamaConfig:
         return shape
     if scaling is not None and scaling.rope_type == "dynamic":
         raise ValueError(
-            f"rope_type='dynamic' of the checkpoint turns all tokens of a sequence by its length once that is "
+            "rope_type='dynamic' of the checkpoint turns all tokens of a sequence by its length if that is "
             f"above max_position_embeddings={most}, which is not supported; set train.seq_len={seq_len} to "
             "at most that."
         )

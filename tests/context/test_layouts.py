@@ -70,9 +70,7 @@ def test_every_token_is_held_once_and_in_order(layout, ranks):
     [(layout, packed) for layout in LAYOUTS for packed in (False, True) if packed or layout != "balanced"],
 )
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_queries_see_is_a_run_of_every_ranks_keys(
-    layout, ranks, packed, causal, window, queries
-):
+def test_what_queries_see_is_a_run_of_every_ranks_keys(layout, ranks, packed, causal, window, queries):
     seq = 2 * ranks * 8
     ids = documents(3, seq) if packed else None
     places = positions(layout, seq, ranks, ids)

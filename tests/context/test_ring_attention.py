@@ -153,7 +153,9 @@ def test_documents_do_not_see_each_other(ranks, world, variant, layout, causal):
 
 @pytest.mark.parametrize("window", [1, 9, 1000])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("world", "variant"), [(3, "ring"), (4, "ring"), (2, "all_gather_kv"), (2, "ulysses")])
+@pytest.mark.parametrize(
+    ("world", "variant"), [(3, "ring"), (4, "ring"), (2, "all_gather_kv"), (2, "ulysses")]
+)
 def test_a_query_sees_the_last_keys_of_its_window(ranks, world, variant, layout, window):
     seq = 2 * world * 11
     check(ranks, world, seq, 4, 2, layout=layout, variant=variant, window=window)

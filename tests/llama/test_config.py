@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 import transformers
 from torch import nn
@@ -17,6 +20,7 @@ PUBLISHED = {
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
     "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-0.5b": 494_032_768,
     "qwen3-30b-a3b": 30_532_122_624,
 }
 SLIDING_FIRST = ["sliding_attention", "full_attention"]
@@ -63,6 +67,7 @@ def test_flops_are_twice_the_products_of_every_matrix_and_of_the_visible_scores(
 @pytest.mark.parametrize("config", [*CASES.values(), *PRESETS.values()], ids=[*CASES, *PRESETS])
 def test_config_survives_the_way_to_hugging_face_and_back(config, tmp_path):
     assert LlamaConfig.from_hf(config.to_hf()) == config
+    assert LlamaConfig.from_dict(json.loads(json.dumps(dataclasses.asdict(config)))) == config
     # transformers writes its own spelling of the same.
     hf = config.to_hf()
     transformers.AutoConfig.for_model(**hf).save_pretrained(tmp_path)
@@ -130,7 +135,10 @@ def test_impossible_rope_scaling_is_refused(arguments, message):
             "layer_types=.*; only layers with full_attention, and after them",
         ),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window=0 must be a positive whole number"),
-        ({"model_type": "mistral", "attention_bias": True}, "has attention_bias=True, which no mistral model has"),
+        (
+            {"model_type": "mistral", "attention_bias": True},
+            "has attention_bias=True, which no mistral model has",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "is quantized"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' in config.json lacks factor"),
