@@ -60,16 +60,14 @@ class LlamaConfig:
     qkv_bias: bool = False  # biases of q, k and v, but not of o (Qwen2)
     sliding_window: int | None = None  # keys that a query sees, its own included; None: all up to its own
     first_window_layer: int = 0  # the layers before this one have no window
-    merged_files: bool = (
-        False  # whether checkpoints have one tensor of q, k and v and one of gate and up (Phi-3)
-    )
+    merged_files: bool = False  # one tensor of q, k and v, and one of gate and up, in checkpoints (Phi-3)
+    norms_after: bool = False  # norms of attention's and the network's results, not inputs (OLMo 2)
+    qk_norm_of_all: bool = False  # whether qk_norm is over the features of all heads together (OLMo 2)
 
     def __post_init__(self) -> None:
         for name in (*REQUIRED, "max_position_embeddings"):
             check_size(name, getattr(self, name))
-        for name in (
-            "tie_word_embeddings", "attention_bias", "mlp_bias", "qk_norm", "qkv_bias", "merged_files"
-        ):  # fmt: skip
+        for name in (field.name for field in dataclasses.fields(self) if field.type == "bool"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={short_repr(getattr(self, name))} must be true or false.")
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
@@ -115,6 +113,8 @@ class LlamaConfig:
             raise ValueError(
                 f"first_window_layer={short_repr(self.first_window_layer)} must be the number of a layer."
             )
+        if self.qk_norm_of_all and not self.qk_norm:
+            raise ValueError("qk_norm_of_all says how queries and keys are normalised; set qk_norm too.")
         if self.mixture is not None and self.mixture.dense_layers >= self.num_hidden_layers:
             raise ValueError(
                 f"{self.mixture.dense_layers} dense layers of {self.num_hidden_layers} leave none with "
@@ -163,12 +163,12 @@ class LlamaConfig:
         return sum(self.window_of(layer) is not None for layer in range(self.num_hidden_layers))
 
     @property
-    def biases(self) -> int:
-        """Number of biases of a layer's attention."""
-        of_qkv = (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
-        if self.attention_bias:
-            return of_qkv + self.hidden_size
-        return of_qkv if self.qkv_bias else 0
+    def attention_vectors(self) -> int:
+        """Number of biases and weights of norms within a layer's attention."""
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        normed = (heads + groups if self.qk_norm_of_all else 2) if self.qk_norm else 0
+        biased = heads + 2 * groups if self.attention_bias or self.qkv_bias else 0
+        return (normed + biased) * self.head_dim + (self.hidden_size if self.attention_bias else 0)
 
     def parameter_count(self) -> int:
         """Number of parameters; a tied head and embedding count once.
@@ -183,7 +183,7 @@ class LlamaConfig:
         + 3 D S + D (its gate).
         """
         d = self.hidden_size
-        each = 2 * d + (2 * self.head_dim if self.qk_norm else 0) + self.biases
+        each = 2 * d + self.attention_vectors
         embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
         matrices = [self.layer_matmul_parameters(n) for n in range(self.num_hidden_layers)]
         biases = 2 * self.intermediate_size + d if self.mlp_bias else 0
@@ -250,7 +250,7 @@ class LlamaConfig:
         if model_type not in ARCHITECTURES:
             raise ValueError(
                 f"config.json describes model_type={short_repr(model_type)}; only "
-                f"{', '.join(map(repr, ARCHITECTURES))} can be loaded as a Llama."
+                f"{', '.join(map(repr, ARCHITECTURES))} can be loaded."
             )
         if hf.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ValueError(

@@ -5,6 +5,7 @@
 | llama | one feed-forward network; perhaps biases |
 | mistral | perhaps a window of attention |
 | mixtral | experts, whose weights are divided by their sum; perhaps a window of attention |
+| olmo2 | results of attention and network are normalised, not inputs; queries and keys over all heads |
 | phi3 | perhaps a window of attention; one tensor of q, k and v, and one of gate and up |
 | qwen2 | biases of q, k and v; perhaps a window of attention in the later layers |
 | qwen2_moe | experts and a shared one; the first layers may have none; perhaps biases of q, k and v |
@@ -27,16 +28,28 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-DIFFERENCES = ("mixture", "qk_norm", "qkv_bias", "sliding_window", "first_window_layer", "merged_files")
+DIFFERENCES = (
+    "mixture",
+    "norms_after",
+    "qk_norm_of_all",
+    "qk_norm",
+    "qkv_bias",
+    "merged_files",
+    "sliding_window",
+    "first_window_layer",
+)
 """Fields of LlamaConfig that config.json of a family says in keys of its own, or by its model_type."""
 _WORDS = {
     "mixture": "experts",
+    "norms_after": "normalised results of attention and network (norms_after)",
+    "qk_norm_of_all": "queries and keys normalised over all heads (qk_norm_of_all)",
     "qk_norm": "normalised queries and keys (qk_norm)",
     "qkv_bias": "biases of q, k and v",
     "merged_files": "files with one tensor of q, k and v",
@@ -49,6 +62,7 @@ _FIELDS = {
     "llama": ("attention_bias", "mlp_bias"),
     "mistral": ("sliding_window",),
     "mixtral": ("mixture", "sliding_window"),
+    "olmo2": ("norms_after", "qk_norm_of_all", "qk_norm", "attention_bias"),
     "phi3": ("merged_files", "sliding_window"),
     "qwen2": ("qkv_bias", "sliding_window", "first_window_layer"),
     "qwen2_moe": ("mixture", "qkv_bias"),
@@ -56,9 +70,12 @@ _FIELDS = {
     "qwen3_moe": ("mixture", "qk_norm", "attention_bias"),
 }
 """The fields of LlamaConfig, of those in _WORDS, that a family has."""
+_ALWAYS = ("norms_after", "qk_norm_of_all", "qk_norm", "merged_files")
+"""Fields that are true in all models of the families that have them."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     "mixtral": {"rms_norm_eps": 1e-5},
+    "olmo2": {"rms_norm_eps": 1e-5},
     "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     "qwen2": {"max_position_embeddings": 32768},
 }
@@ -70,6 +87,8 @@ def family_of(config: LlamaConfig) -> str:
     mixture, normed = config.mixture, config.qk_norm
     if mixture is not None:
         found = "qwen3_moe" if normed else "qwen2_moe" if mixture.shared_width else "mixtral"
+    elif config.norms_after or config.qk_norm_of_all:
+        found = "olmo2"
     elif normed:
         found = "qwen3"
     elif config.qkv_bias:
@@ -86,10 +105,13 @@ def family_of(config: LlamaConfig) -> str:
             "dense layers before those with experts, or weights that are not divided by their sum, without a "
             "shared expert or normalised queries and keys (qk_norm); add one of them"
         )
+    lacking = [name for name in _ALWAYS if name in _FIELDS[found] and not getattr(config, name)]
     used = [name for name in _WORDS if getattr(config, name)]
     others = [name for name in used if name not in _FIELDS[found]]
     if others and not why:
         why = f"{_WORDS[used[0]]} and {_WORDS[others[0]]}; leave out one of them"
+    elif lacking and not why:
+        why = f"{_WORDS[used[0]]} without {_WORDS[lacking[0]]}; have both or neither"
     if why:
         raise ValueError(f"No Hugging Face family of models has {why}.")
     return found
@@ -130,11 +152,10 @@ def differences_from_hf(family: str, hf: dict[str, Any]) -> dict[str, Any]:
     window, first = _window_from_hf(family, hf)
     return {
         "mixture": _mixture_from_hf(family, hf),
-        "qk_norm": "qk_norm" in _FIELDS[family],
         "qkv_bias": hf.get("qkv_bias", True) if family == "qwen2_moe" else family == "qwen2",
         "sliding_window": window,
         "first_window_layer": first,
-        "merged_files": "merged_files" in _FIELDS[family],
+        **{name: name in _FIELDS[family] for name in _ALWAYS},
     }
 
 

@@ -105,7 +105,8 @@ class Llama(nn.Module):
     kernels make again: no GEMM, attention or exchange runs twice. full keeps the stream before a layer and
     runs the layer again, communication included (Chen et al. 2016, arXiv 1604.06174). If column linears keep
     their gathered input (keep_gathered, slices), the norms' results take 2 D instead of 2 D / P, and
-    selective keeps them: they would have to travel again. With y, D becomes D / Y.
+    selective keeps them: they would have to travel again. So it does with norms after (OLMo 2), for which the
+    norms' inputs take the place of their results. With y, D becomes D / Y.
 
     Raises ValueError if the group does not divide the heads or the feed-forward columns, or leaves a rank
     without features; for a wire without other ranks; for slices that are not possible (`slices.check`).
@@ -331,13 +332,16 @@ class Llama(nn.Module):
         backward = None if torch.compiler.is_compiling() or not is_heard() else BackwardRanges()
         if backward is not None and layers[0] == 0:
             backward.begin_at(x, "embed backward")
-        normed = for_this_pass(self.elementwise).rms_norm(
-            x, norms[0], config.rms_norm_eps, config.hidden_size, self.group.y
-        )
+        normed = Normed(x, None)
+        if not config.norms_after:
+            normed = for_this_pass(self.elementwise).rms_norm(
+                x, norms[0], config.rms_norm_eps, config.hidden_size, self.group.y
+            )
         for index, number in enumerate(layers):
             cache = None if caches is None else caches[index]
             own = norms[2 * index : 2 * index + 3]
-            following = own[2] if len(own) == 3 else None
+            is_last = number == config.num_hidden_layers - 1
+            following = own[2] if len(own) == 3 and (is_last or not config.norms_after) else None
             arguments = (normed, x, own[0], own[1], following, step, cache)
             if backward is None:
                 normed, x = self._through(number, arguments)

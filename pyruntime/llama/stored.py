@@ -10,6 +10,7 @@ from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.families import family_of
 
 _LAYER = re.compile(r"(model\.layers\.\d+\.)mlp\.(?:(gate)\.weight|experts\.(gate_up|down)_proj)")
+_NORM = re.compile(r"(model\.layers\.\d+\.)(input|post_attention)_layernorm\.weight")
 _MERGED = re.compile(r"(model\.layers\.\d+\.)(?:self_attn\.([qkv])|mlp\.(gate|up))_proj\.weight")
 
 
@@ -44,6 +45,10 @@ def stored(config: LlamaConfig, name: str, shape: Sequence[int]) -> list[Stored]
     if config.merged_files and (merged := _MERGED.fullmatch(name)):
         layer, qkv, gate_up = merged.groups()
         return [_of_merged(config, layer, qkv, gate_up, tuple(shape))]
+    if config.norms_after and (norm := _NORM.fullmatch(name)):
+        layer, place = norm.groups()
+        after = {"input": "post_attention", "post_attention": "post_feedforward"}[place]
+        return [Stored(f"{layer}{after}_layernorm.weight", tuple(shape))]
     found = _LAYER.fullmatch(name)
     if config.mixture is None or found is None:
         return [Stored(name, tuple(shape))]

@@ -45,8 +45,10 @@ class ModelShape:
     dense_layers: int = 0
     head_norms: bool = False
     """Whether query and key heads are normalised."""
-    attention_biases: int = 0
-    """Biases of one layer's attention, if only that has some."""
+    attention_vectors: int = 0
+    """Biases and weights of norms within one layer's attention, if not `biased`."""
+    norms_after: bool = False
+    """Whether results of attention and network are normalised, not their inputs."""
     window: int = 0
     """Keys that a query sees in `windowed` layers, its own included; 0: all up to its own."""
     windowed: int = 0
@@ -112,8 +114,7 @@ class ModelShape:
         norms = 2 * self.hidden * (2 if self.biased else 1)
         biases = self.qkv + self.up + 2 * self.hidden
         router = self.hidden * (self.experts + (1 if self.shared_ffn else 0))
-        norms += 2 * self.head_dim if self.head_norms else 0
-        return norms + (biases if self.biased else self.attention_biases) + router
+        return norms + (biases if self.biased else self.attention_vectors) + router
 
     @cached_property
     def embedding(self) -> int:

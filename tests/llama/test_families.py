@@ -42,6 +42,7 @@ _SMOLLM2 = {
     "hidden_size": 48,
     "tie_word_embeddings": True,
 }
+_NO_PAD = {"pad_token_id": None}  # whose embedding transformers would not learn
 CASES = {
     "qwen2": ("qwen2", {}),
     "qwen2, window in the later layers": ("qwen2", _LATE_WINDOW),
@@ -51,8 +52,9 @@ CASES = {
     "qwen3, window": ("qwen3", {**_LATE_WINDOW, "head_dim": 16}),
     "llama, yarn with mscale": ("llama", {"rope_scaling": _YARN_OF_ALL}),
     "llama, dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}}),
-    "phi3": ("phi3", {"pad_token_id": None}),
-    "phi3, window": ("phi3", {"pad_token_id": None, "sliding_window": WINDOW}),
+    "phi3": ("phi3", _NO_PAD),
+    "phi3, window": ("phi3", {**_NO_PAD, "sliding_window": WINDOW}),
+    "olmo2": ("olmo2", _NO_PAD),
     "smollm2": ("llama", {**_SMOLLM2, "rope_theta": 100000.0}),
 }
 
