@@ -147,6 +147,33 @@ def test_so_do_ranks_that_share_the_sequence(ranks, reference, world, layout):
     reference.check(logits, {name: sum(g[name] for _, g in parts) / world for name in parts[0][1]})
 
 
+def packed(group, folder, ids, documents, layout, slices):
+    """Logits of packed documents, with tensor or context parallelism."""
+    context = Context(group, layout=layout) if layout else None
+    model = load_hf(folder, None if layout else group, context=context, slices=slices)
+    with torch.no_grad():
+        return model(ids if context is None else context.shard(ids), documents=documents)
+
+
+@pytest.mark.parametrize(("world", "layout", "slices"), [(1, "", 1), (2, "", 2), (2, "zigzag", 1)])
+@pytest.mark.parametrize("reference", ["mistral, window"], indirect=True)
+def test_a_window_ends_where_a_document_begins(ranks, reference, world, layout, slices):
+    documents = torch.stack([torch.arange(SEQ) // 17, torch.arange(SEQ) // 5])
+    sees = (documents[:, :, None] == documents[:, None, :]) & torch.ones(SEQ, SEQ).tril().triu(
+        1 - WINDOW
+    ).bool()
+    mask = torch.zeros(sees.shape).masked_fill(~sees, float("-inf"))[:, None]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(reference.folder)
+    with torch.no_grad():
+        expected = theirs(reference.ids, attention_mask=mask).logits
+    assert (expected - reference.logits).abs().max() > 0.1
+    parts = ranks.run(packed, world, reference.folder, reference.ids, documents, layout, slices)
+    found = parts[0]
+    if layout:
+        found = torch.cat(parts, 1)[:, positions(layout, SEQ, world).flatten().argsort()]
+    assert_close(found, expected, "logits")
+
+
 def test_so_do_two_stages_of_a_pipeline(reference):
     config = reference.config()
     first = Llama(config, seed=None, part=ModelPart((0, 1), embed=True, head=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import transformers
 from safetensors.torch import load_file
 
 from pyruntime.cli import main
+from pyruntime.llama import preset
+from pyruntime.train import checkpoint_folder
+from pyruntime.train.checkpoint_folder import CheckpointFacts
 from pyruntime.train.config import Model
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.resolved import check
@@ -52,7 +56,6 @@ def config(request, tmp_path_factory):
     """A job that begins with such a model, for one rank."""
     config = parity.job(tmp_path_factory.mktemp("families"))
     folder = written(tmp_path_factory.mktemp("model"), request.param)
-    (folder / "tokenizer_config.json").write_text("{}")
     config = jobs.changed(config, "model", **vars(Model(init_from=str(folder))))
     config = jobs.changed(config, "data", tokenizer="bytes")
     jobs.prepare(config)
@@ -106,7 +109,17 @@ def stored(folder):
 
 
 def test_a_folder_goes_through_a_checkpoint_and_back(config, tmp_path):
-    source, there, back = Path(config.model.init_from), tmp_path / "there", tmp_path / "back"
+    check_there_and_back(Path(config.model.init_from), tmp_path)
+
+
+def test_so_does_one_with_experts(tmp_path):
+    sizes = {"num_local_experts": 4, "sliding_window": 6}
+    check_there_and_back(written(tmp_path / "source", "mixtral", **sizes), tmp_path)
+
+
+def check_there_and_back(source, tmp_path):
+    (source / "tokenizer_config.json").write_text("{}")
+    there, back = tmp_path / "there", tmp_path / "back"
     assert main(["convert", "--source", str(source), "--target", str(there)]) == 0
     assert main(["convert", "--source", str(there), "--target", str(back)]) == 0
     came, left = stored(source), stored(back)
@@ -159,6 +172,19 @@ def test_a_longer_context_does_not_change_what_yarn_begins_with(tmp_path, ranks)
     scaling = json.loads((left / "model" / "config.json").read_text())
     assert scaling["max_position_embeddings"] == 140
     assert scaling["rope_parameters"]["original_max_position_embeddings"] == 128
+
+
+def test_a_checkpoint_from_before_a_field_was_there_is_taken_up(monkeypatch, tmp_path):
+    without = {"qkv_bias", "sliding_window", "first_window_layer", "merged_files", "norms_after"}
+    shape = dataclasses.asdict(preset("llama3-1b"))
+    wanted = CheckpointFacts(3, "bf16", shape)
+    before = {name: value for name, value in shape.items() if name not in without}
+    before["rope_scaling"] = {k: v for k, v in shape["rope_scaling"].items() if not k.startswith("beta")}
+    monkeypatch.setattr(checkpoint_folder, "read", lambda _: dataclasses.replace(wanted, model=before))
+    assert checkpoint_folder.read_matching(tmp_path, wanted).model == before
+    other = dataclasses.replace(wanted, model=shape | {"sliding_window": 9})
+    with pytest.raises(ConfigError, match="was saved with sliding_window=None, but the configuration asks"):
+        checkpoint_folder.read_matching(tmp_path, other)
 
 
 @pytest.mark.parametrize("config", ["qwen2"], indirect=True)
