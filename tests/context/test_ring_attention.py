@@ -484,7 +484,7 @@ def test_documents_that_change_are_seen(ranks):
 def checked(group, variant):
     q = torch.randn(1, 3, 2 * group.size(), DIM, dtype=torch.float64, requires_grad=True)
     k = torch.randn(1, 4, group.size(), DIM, dtype=torch.float64, requires_grad=True)
-    arguments = (q, k, k, None, group.group_name, True, "zigzag", 0.3, variant, "same")
+    arguments = (q, k, k, None, group.group_name, True, "zigzag", 0.3, variant, "same", 5)
     torch.library.opcheck(torch.ops.pyruntime.ring_attention.default, arguments)
     return True
 
