@@ -247,7 +247,7 @@ class LlamaConfig:
         Raises `ValueError` for another architecture or for a feature that this model does not have.
         """
         model_type = hf.get("model_type", "llama")
-        if model_type not in ARCHITECTURES:
+        if model_type not in tuple(ARCHITECTURES):  # it may be a list
             raise ValueError(
                 f"config.json describes model_type={short_repr(model_type)}; only "
                 f"{', '.join(map(repr, ARCHITECTURES))} can be loaded."

@@ -163,12 +163,17 @@ def _window_from_hf(family: str, hf: dict[str, Any]) -> tuple[int | None, int]:
     """Returns the window of attention, None if there is none, and the first layer that has it."""
     window, first = hf.get("sliding_window"), 0
     if family.startswith("qwen"):
-        if not hf.get("use_sliding_window"):
+        is_used = hf.get("use_sliding_window")
+        if is_used is not None and type(is_used) is not bool:
+            raise ValueError(
+                f"use_sliding_window={short_repr(is_used)} of config.json must be true or false."
+            )
+        if not is_used:
             return None, 0
         if "sliding_window" not in _FIELDS[family]:
             raise ValueError(
-                f"config.json has use_sliding_window={short_repr(hf['use_sliding_window'])}, which is not "
-                f"supported for {family}; it is for {', '.join(_with('first_window_layer'))}."
+                f"config.json has use_sliding_window=true, which is not supported for {family}; it is for "
+                f"{' and '.join(_with('first_window_layer'))}."
             )
         window, first = hf.get("sliding_window", 4096), _first_window_layer(hf)
     elif "sliding_window" not in _FIELDS[family]:  # transformers does not read it

@@ -22,7 +22,10 @@ MESHES = {
 @pytest.mark.parametrize("family", MESHES)
 def test_a_mesh_of_devices_learns_what_one_cpu_rank_learns(ranks, tmp_path, family):
     config = job(tmp_path, **MESHES[family], data={"tokenizer": "bytes"})
-    model = dict.fromkeys(vars(config.model)) | {"preset": "", "init_from": str(written(tmp_path / "model", family))}
+    model = dict.fromkeys(vars(config.model)) | {
+        "preset": "",
+        "init_from": str(written(tmp_path / "model", family)),
+    }
     config = jobs.changed(config, "model", **model)
     alone = jobs.changed(config, "parallel", tp=1, dp=1, cp=1, pp=1)
     expected = learned(ranks, alone, "cpu", str(tmp_path / "cpu"))

@@ -134,6 +134,11 @@ def test_impossible_rope_scaling_is_refused(arguments, message):
             {"model_type": "qwen2", "use_sliding_window": True, "layer_types": SLIDING_FIRST},
             "layer_types=.*; only layers with full_attention, and after them",
         ),
+        (
+            {"model_type": "qwen3_moe", "use_sliding_window": True},
+            "which is not supported for qwen3_moe; it is for qwen2 and qwen3",
+        ),
+        ({"model_type": "qwen2", "use_sliding_window": "no"}, "use_sliding_window='no' of config.json must"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window=0 must be a positive whole number"),
         (
             {"model_type": "mistral", "attention_bias": True},
