@@ -124,7 +124,8 @@ def _heading(run: ResolvedRun) -> str:
         [
             f"model     {shape.parameter_count() / 1e6:,.1f} M parameters in {train.dtype}: "
             f"{shape.num_hidden_layers} layers of {shape.hidden_size} features, {shape.num_attention_heads} "
-            f"heads and {shape.num_key_value_heads} of keys and values, {_feed_forward(shape)}, "
+            f"heads and {shape.num_key_value_heads} of keys and values{_window(shape)}, "
+            f"{_feed_forward(shape)}, "
             f"vocabulary {shape.vocab_size}",
             *adapters,
             f"mesh      {sizes}{cut} on {mesh.ranks} rank(s), device {train.device}",
@@ -136,6 +137,14 @@ def _heading(run: ResolvedRun) -> str:
             f"saved {saved}",
         ]
     )
+
+
+def _window(shape: LlamaConfig) -> str:
+    if shape.sliding_window is None:
+        return ""
+    count = shape.windowed_layers
+    layers = "all" if count == shape.num_hidden_layers else f"{count} of them"
+    return f", {layers} with a window of {shape.sliding_window} tokens"
 
 
 def _feed_forward(shape: LlamaConfig) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from pyruntime.choices import ContextVariant, WireFormat, check_value, values
 from pyruntime.comm import Group, group_name, group_rank, group_size
 from pyruntime.context.layouts import check_layout
-from pyruntime.context.mask import mask_of
+from pyruntime.context.mask import Mask, mask_of
 from pyruntime.context.variants import Attended, attend, attend_backward
 from pyruntime.ops.attention import statistics_dtype
 
@@ -30,6 +30,7 @@ def ring_attention(
     scale: float | None = None,
     variant: str = "ring",
     wire: WireFormat = "same",
+    window: int | None = None,
 ) -> Tensor:
     """softmax(scale q k^T + mask) v over the sequence of all ranks; returns [B, n, H, d] in q's dtype.
 
@@ -52,6 +53,8 @@ def ring_attention(
         wire: only for the ring: the format that K and V are rounded to, this rank's included. The result is
             exact attention to the rounded values; their gradients are returned for k and v. "same", "bf16"
             or "fp8" (pyruntime/comm/wire.py).
+        window: the last keys up to its own place that a query sees; None: all. Only with a causal mask. The
+            ring sends no keys that no rank further along sees.
 
     Raises ValueError for shapes that do not fit or that the layout cannot cut, TypeError for dtypes;
     CommTimeout or PeerLost if a rank does not answer.
@@ -65,8 +68,13 @@ def ring_attention(
     variant = "ring" if variant == "auto" else variant
     if wire != "same" and variant != "ring":
         raise ValueError(f'wire="{wire}" is only for variant="ring", not for "{variant}"; use wire="same".')
+    if window is not None and (not causal or window < 1):
+        raise ValueError(
+            f"window={window} with causal={causal}: a window is 1 or more keys up to the query's own place, "
+            "under a causal mask; pass causal=True, or window=None."
+        )
     out, _, _ = torch.ops.pyruntime.ring_attention(
-        q, k, v, document_ids, name, causal, layout, scale, variant, wire
+        q, k, v, document_ids, name, causal, layout, scale, variant, wire, window
     )
     return out
 
@@ -131,15 +139,16 @@ def _op(
     scale: float,
     variant: str,
     wire: str,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(q, k, v, document_ids, layout, variant, group_size(group))
-    mask = _mask(q, k, document_ids, group, causal, layout)
+    mask = _mask(q, k, document_ids, group, causal, layout, window)
     done = attend(variant, q, k, v, group, mask, scale, cast(WireFormat, wire))
     return done.out, done.lse, done.kept
 
 
 @_op.register_fake
-def _(q, k, v, document_ids, group, causal, layout, scale, variant, wire):
+def _(q, k, v, document_ids, group, causal, layout, scale, variant, wire, window):
     ranks = group_size(group)
     _check(q, k, v, document_ids, layout, variant, ranks)
     batch, queries, heads, dim = q.shape
@@ -166,8 +175,9 @@ def _backward_op(
     scale: float,
     variant: str,
     wire: str,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mask = _mask(q, k, document_ids, group, causal, layout)
+    mask = _mask(q, k, document_ids, group, causal, layout, window)
     done = Attended(out, lse, kept)
     dq, dk, dv = attend_backward(variant, grad_out, q, k, v, done, group, mask, scale, cast(WireFormat, wire))
     return _result(dq, q), _result(dk, k), _result(dv, v)
@@ -178,7 +188,7 @@ def _result(grad: Tensor, like: Tensor) -> Tensor:
 
 
 @_backward_op.register_fake
-def _(grad_out, q, k, v, out, lse, kept, document_ids, group, causal, layout, scale, variant, wire):
+def _(grad_out, q, k, v, out, lse, kept, document_ids, group, causal, layout, scale, variant, wire, window):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -190,12 +200,20 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grad_out, *_):
     grads = torch.ops.pyruntime.ring_attention_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
-    return (*grads, *7 * [None])
+    return (*grads, *8 * [None])
 
 
 _op.register_autograd(_differentiate, setup_context=_save)
 
 
-def _mask(q: Tensor, k: Tensor, document_ids: Tensor | None, group: str, causal: bool, layout: str):
-    ranks, seq = group_size(group), k.shape[1] * group_size(group)
-    return mask_of(layout, seq, ranks, group_rank(group), causal, document_ids, q.shape[1], q.device)
+def _mask(
+    q: Tensor,
+    k: Tensor,
+    document_ids: Tensor | None,
+    group: str,
+    causal: bool,
+    layout: str,
+    window: int | None,
+) -> Mask:
+    ranks, seq, own = group_size(group), k.shape[1] * group_size(group), group_rank(group)
+    return mask_of(layout, seq, ranks, own, causal, document_ids, q.shape[1], q.device, window)

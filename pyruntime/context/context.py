@@ -49,8 +49,16 @@ class Context:
         """Returns this rank's part [B, S / size, ...] of `tokens` [B, S, ...]."""
         return take_shard(tokens, self.layout, self.size, self.rank)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """Causal attention over the whole sequence, within each document; see `ring_attention`."""
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        document_ids: Tensor | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """Causal attention over the whole sequence, within each document and to the last `window` keys; see
+        `ring_attention`."""
         return ring_attention(
             q,
             k,
@@ -59,6 +67,7 @@ class Context:
             layout=self.layout,
             variant=self.variant,
             document_ids=document_ids,
+            window=window,
             wire=self.wire,
         )
 

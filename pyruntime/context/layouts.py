@@ -116,13 +116,20 @@ def document_bounds(document_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def visible_keys(
-    queries: Tensor, keys: Tensor, causal: bool, bounds: tuple[Tensor, Tensor] | None
+    queries: Tensor,
+    keys: Tensor,
+    causal: bool,
+    bounds: tuple[Tensor, Tensor] | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the run of keys that each query sees, (begin, end), int32 [B or 1, queries] each.
 
-    queries, keys: their places in the sequence, ascending. bounds: `document_bounds` of all tokens.
+    queries, keys: their places in the sequence, ascending. bounds: `document_bounds` of all tokens. window:
+    the most keys that a query sees up to its own place.
     """
     first = torch.zeros_like(queries)[None] if bounds is None else bounds[0][:, queries]
+    if window is not None:
+        first = torch.maximum(first, queries - (window - 1))
     if causal:
         beyond = (queries + 1)[None].expand(first.shape)
     elif bounds is None:

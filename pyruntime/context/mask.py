@@ -20,7 +20,8 @@ Run = tuple[Tensor, Tensor]
 
 class Mask:
     """The keys that rank `rank` of `ranks` sees in a sequence of `seq` tokens. queries: number of tokens of
-    each rank, its last ones, that are queries. device: where tables go, once, that attention there reads."""
+    each rank, its last ones, that are queries. device: where tables go, once, that attention there reads.
+    window: the most keys that a query sees up to its own place; None: all."""
 
     def __init__(
         self,
@@ -32,11 +33,12 @@ class Mask:
         queries: int,
         device: torch.device,
         document_ids: Tensor | None,
+        window: int | None = None,
     ):
         self._device = device
-        self._causal = causal
+        self._causal, self._window = causal, window
         documents = b"" if document_ids is None else document_ids.cpu().contiguous().numpy().tobytes()
-        self.digest = zlib.crc32(f"{layout} {seq} {causal}".encode() + documents)
+        self.digest = zlib.crc32(f"{layout} {seq} {causal} {window}".encode() + documents)
         """Digest of the arguments that are the same on every rank."""
         self._bounds = None if document_ids is None else document_bounds(document_ids)
         self.positions = positions(layout, seq, ranks, document_ids)
@@ -62,7 +64,7 @@ class Mask:
         return self._whole[all_queries]
 
     def _there(self, queries: Tensor, keys: Tensor) -> Run:
-        begin, end = visible_keys(queries, keys, self._causal, self._bounds)
+        begin, end = visible_keys(queries, keys, self._causal, self._bounds, self._window)
         return put(begin, self._device), put(end, self._device)
 
     @cached_property
@@ -72,7 +74,7 @@ class Mask:
         queries = self._queries_of_ranks.flatten()
         by_owner = []
         for keys in self.positions:
-            begin, end = visible_keys(queries, keys, self._causal, self._bounds)
+            begin, end = visible_keys(queries, keys, self._causal, self._bounds, self._window)
             seen = begin < end
             first = torch.where(seen, begin, share).amin(0).view(ranks, -1).amin(1)
             last = torch.where(seen, end, 0).amax(0).view(ranks, -1).amax(1)
@@ -109,21 +111,29 @@ def mask_of(
     document_ids: Tensor | None,
     queries: int | None = None,
     device: torch.device = CPU,
+    window: int | None = None,
 ) -> Mask:
     """Returns the mask, cached for the same arguments. queries: all tokens by default."""
-    key = (layout, seq, ranks, rank, causal, seq // ranks if queries is None else queries, device)
+    key = (layout, seq, ranks, rank, causal, seq // ranks if queries is None else queries, device, window)
     if document_ids is None:
         return _without_documents(*key)
     ids, masks = _known.get(document_ids, (None, {}))
     if ids is None or not torch.equal(ids, document_ids):
         _, masks = _known[document_ids] = document_ids.clone(), {}
     if key not in masks:
-        masks[key] = Mask(*key, document_ids)
+        masks[key] = Mask(*key[:-1], document_ids, window)
     return masks[key]
 
 
 @lru_cache(maxsize=64)
 def _without_documents(
-    layout: str, seq: int, ranks: int, rank: int, causal: bool, queries: int, device: torch.device
+    layout: str,
+    seq: int,
+    ranks: int,
+    rank: int,
+    causal: bool,
+    queries: int,
+    device: torch.device,
+    window: int | None,
 ) -> Mask:
-    return Mask(layout, seq, ranks, rank, causal, queries, device, None)
+    return Mask(layout, seq, ranks, rank, causal, queries, device, None, window)

@@ -35,14 +35,20 @@ class ForwardPass:
     cos: Tensor  # [seq, head_dim]
     sin: Tensor
     context: Context | None  # the ranks that share the sequence
-    # With documents and no context: the first key that each query sees, [B, seq] int32.
+    # Without a context: the first key that each query sees, [B, seq] int32, in layers without a window and in
+    # those with one. None: the first of all.
     begin: Tensor | None = None
+    begin_in_window: Tensor | None = None
     # With documents and a context: document ids of prefixes of the sequences, by the tokens of one rank.
     documents: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
 
     def documents_of(self, share: int) -> Tensor | None:
         """Returns the document ids of the first `share` tokens of every context rank."""
         return self.documents.get(share)
+
+    def begin_of(self, window: int | None) -> Tensor | None:
+        """Returns the first key that each query sees in a layer with that window; None: the first of all."""
+        return self.begin if window is None else self.begin_in_window
 
 
 class Cache(Protocol):
@@ -63,25 +69,29 @@ class Block(nn.Module):
         selective: bool,
         elementwise: Elementwise,
         mixture: MixtureOfExperts | None = None,
+        window: int | None = None,
         lora: LoRA | None = None,
     ):
         super().__init__()
-        self.selective, self.elementwise = selective, elementwise
+        self.selective, self.elementwise, self.window = selective, elementwise, window
         hidden, ffn = config.hidden_size, config.intermediate_size
         q = config.num_attention_heads * config.head_dim
         kv = config.num_key_value_heads * config.head_dim
-        attention, mlp = config.attention_bias, config.mlp_bias
+        of_qkv, mlp = config.attention_bias or config.qkv_bias, config.mlp_bias
         column = {**options, "keep_gathered": keep_gathered}
         place = {name: options[name] for name in ("group", "dtype", "device")}
-        self.eps = config.rms_norm_eps
+        self.eps, self.norms_after = config.rms_norm_eps, config.norms_after
         self.hidden, self.y = hidden, options["group"].y
         self.attention_norm = RMSNorm(hidden, self.eps, **place)
-        self.qkv = MergedColumnParallelLinear(hidden, {"q": q, "k": kv, "v": kv}, attention, **column)
-        self.out = RowParallelLinear(q, hidden, attention, **options)
+        self.qkv = MergedColumnParallelLinear(hidden, {"q": q, "k": kv, "v": kv}, of_qkv, **column)
+        self.out = RowParallelLinear(q, hidden, config.attention_bias, **options)
         self.has_head_norms = config.qk_norm
+        self.has_norms_of_all_heads = config.qk_norm_of_all
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, self.eps, **place)
-            self.k_norm = RMSNorm(config.head_dim, self.eps, **place)
+            widths = (q, kv) if config.qk_norm_of_all else (config.head_dim, config.head_dim)
+            self.q_norm, self.k_norm = (
+                RMSNorm(width, self.eps, is_cut=config.qk_norm_of_all, **place) for width in widths
+            )
         self.mlp_norm = RMSNorm(hidden, self.eps, **place)
         self.mixture = mixture
         if mixture is None:
@@ -102,9 +112,13 @@ class Block(nn.Module):
         """Takes this layer's normalised input and the residual stream, [T/P, D]; returns both for the next
         layer. Adding to the stream and normalising it is one pass over memory, so a layer ends with the norm
         of the next. If that layer is on another rank (next_norm=None), both are the stream. norm: the weight
-        by which x was normalised."""
+        by which x was normalised.
+
+        With norms after (OLMo 2), norm and mlp_norm are weights of the norms of attention's result and of the
+        network's. A layer then takes and returns the stream in place of its normalised input, except that
+        the last one ends with the last norm, its next_norm."""
         rows, between = step.batch * step.seq, for_this_pass(self.elementwise)
-        with self.again(normed.rows, between.rms_norm_again, x, normed.rstd, norm, self.eps):
+        with self._norm_again(normed, x, norm, between):
             qkv = self._adapted("qkv", self.qkv(normed.rows, rows), normed.rows, rows)
         if self.has_head_norms:
             qkv = self._with_normed_heads(qkv, step, between)
@@ -122,14 +136,18 @@ class Block(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         if step.context is None:
-            attended = causal_attention(q, k, v, step.begin).transpose(1, 2)
+            attended = causal_attention(q, k, v, step.begin_of(self.window)).transpose(1, 2)
         else:
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-            attended = step.context.attention(q, k, v, step.documents_of(k.shape[1]))
+            attended = step.context.attention(q, k, v, step.documents_of(k.shape[1]), self.window)
         attended = attended.reshape(rows, -1)
         out = self._adapted("out", self.out(attended), attended)
-        normed, x = between.add_rms_norm(out, x, mlp_norm, self.eps, self.hidden, self.y)
-        with self.again(normed.rows, between.rms_norm_again, x, normed.rstd, mlp_norm, self.eps):
+        if self.norms_after:
+            x = x + between.rms_norm(out, norm, self.eps, self.hidden, self.y).rows
+            normed = Normed(x, None)
+        else:
+            normed, x = between.add_rms_norm(out, x, mlp_norm, self.eps, self.hidden, self.y)
+        with self._norm_again(normed, x, mlp_norm, between):
             made = (self.mixture or self.gate_up)(normed.rows, rows)
             made = self._adapted("gate_up", made, normed.rows, rows)
         if self.mixture is not None:
@@ -138,6 +156,8 @@ class Block(nn.Module):
             product = between.swiglu(made)
             with self.again(product, between.swiglu, made):
                 mlp = self._adapted("down", self.down(product), product)
+        if self.norms_after:
+            mlp = between.rms_norm(mlp, mlp_norm, self.eps, self.hidden, self.y).rows
         if next_norm is None:
             x = x + mlp
             return Normed(x, None), x
@@ -148,7 +168,12 @@ class Block(nn.Module):
         return self.adapters[name](y, *arguments) if name in self.adapters else y
 
     def _with_normed_heads(self, qkv: Tensor, step: ForwardPass, between: Elementwise) -> Tensor:
-        """Returns qkv [T, (H + 2 G) d / P] with every query and key head normalised."""
+        """Returns qkv [T, (H + 2 G) d / P] with every query and key head normalised, or all together."""
+        if self.has_norms_of_all_heads:
+            width = qkv.shape[1] // (step.heads + 2 * step.key_value_heads)
+            sizes = [width * step.heads, width * step.key_value_heads, width * step.key_value_heads]
+            q, k, v = qkv.split(sizes, 1)
+            return torch.cat([self.q_norm(q.contiguous()), self.k_norm(k.contiguous()), v], 1)
         weights = torch.stack([self.q_norm.weight, self.k_norm.weight])
         if self.qkv.group.size > 1:  # every rank has its own heads
             weights = ops.replicate_grad(weights, self.qkv.group.name)
@@ -159,6 +184,14 @@ class Block(nn.Module):
             for each, weight in zip((q, k), weights.unbind(), strict=True)
         )
         return torch.cat([q, k, v], 1).view(qkv.shape)
+
+    def _norm_again(
+        self, normed: Normed, x: Tensor, weight: Tensor, between: Elementwise
+    ) -> contextlib.AbstractContextManager[None]:
+        """`again` for the norm of x by weight. With norms after, `normed` is the stream itself."""
+        if self.norms_after:
+            return contextlib.nullcontext()
+        return self.again(normed.rows, between.rms_norm_again, x, normed.rstd, weight, self.eps)
 
     def again(
         self, made: Tensor, compute: Callable[..., Tensor], *arguments: Any
@@ -188,6 +221,8 @@ class NormedOnce:
         return self._block(Normed(self._rows(x, norm), self._rstd), x, norm, *others)
 
     def _rows(self, x: Tensor, norm: Tensor) -> Tensor:
+        if self._block.norms_after:
+            return x
         if self._first:
             return self._first.pop()
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """The sizes of a Llama model as data, and their translation to and from a Hugging Face `config.json`.
 
-Beside Llama itself these are models that differ from it in two points: experts in place of a layer's
-feed-forward network, and queries and keys whose heads are normalised (`families.py`)."""
+Beside Llama itself these are models that differ from it in a few points, each a field: experts in place of a
+layer's feed-forward network, normalised queries and keys, biases, a window of attention (`families.py`)."""
 
 from __future__ import annotations
 
@@ -9,69 +9,27 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from pyruntime.llama.families import ARCHITECTURES, family_of, mixture_from_hf, mixture_to_hf
+from pyruntime.llama.families import (
+    ARCHITECTURES,
+    DIFFERENCES,
+    differences_from_hf,
+    differences_to_hf,
+    family_of,
+    with_defaults,
+)
 from pyruntime.llama.mixture import Mixture
+from pyruntime.llama.rope_scaling import RopeScaling, rope_from_hf, rope_of, rope_to_hf
+from pyruntime.llama.sizes import LARGEST, check_number, check_size
 from pyruntime.plan.mesh import divisors
+from pyruntime.plan.models import keys_seen
 from pyruntime.text import short_repr
 
-ROPE_TYPES = ("default", "linear", "llama3")
-LARGEST = 2**31 - 1
-"""Limit on all sizes; a larger one means a damaged file."""
-LARGEST_OF = {
-    "num_hidden_layers": 2**14,
-    "num_attention_heads": 2**16,
-    "num_key_value_heads": 2**16,
-    "head_dim": 2**16,
-    "hidden_size": 2**22,
-    "intermediate_size": 2**24,
-    "vocab_size": 2**26,
-}
-"""Limits of some thirty times the largest published sizes. Products of two still fit torch's sizes."""
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
 """Range of sampling temperatures: divided by one in fp32, any model's logits stay finite and distinct."""
 LEAST_THETA, MOST_THETA = 1.0, 1e12
 """Range of rope_theta: below, later channels would turn faster than the first; above, most do not turn."""
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 """Keys of a config.json without a default."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """Scaling of rotary frequencies for contexts longer than the pre-training context.
-
-    `rope_type` is Hugging Face's name. `"linear"` divides every frequency by `factor`. `"llama3"` divides
-    those whose wavelength in tokens is above `original_max_position_embeddings / low_freq_factor`, keeps
-    those below `original_max_position_embeddings / high_freq_factor`, and blends in between.
-    """
-
-    rope_type: str = "llama3"
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.rope_type not in ("linear", "llama3"):
-            raise ValueError(
-                f"There is no rope_type={short_repr(self.rope_type)}; use 'linear' or 'llama3', or "
-                "rope_scaling=None."
-            )
-        _check_number("rope factor", self.factor)
-        if not 1.0 <= self.factor <= 1e6:
-            raise ValueError(
-                f"rope factor={self.factor} must be at least 1.0, because it lengthens the context, and at "
-                "most 1e6."
-            )
-        if self.rope_type == "llama3":
-            _check_number("rope low_freq_factor", self.low_freq_factor)
-            _check_number("rope high_freq_factor", self.high_freq_factor)
-            if not 1e-6 <= self.low_freq_factor < self.high_freq_factor <= 1e6:
-                raise ValueError(
-                    f"rope low_freq_factor={self.low_freq_factor} and high_freq_factor="
-                    f"{self.high_freq_factor} must be positive, the low one smaller than the high one, and "
-                    "between 1e-6 and 1e6."
-                )
-            _check_size("rope original_max_position_embeddings", self.original_max_position_embeddings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,20 +53,26 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
+    attention_bias: bool = False  # biases of q, k, v and o
     mlp_bias: bool = False
     initializer_range: float = 0.02  # standard deviation of the initial weights
     qk_norm: bool = False  # whether the features of every query and key head are normalised (Qwen3)
     mixture: Mixture | None = None  # the experts of layers; None: every layer has one feed-forward network
+    qkv_bias: bool = False  # biases of q, k and v, but not of o (Qwen2)
+    sliding_window: int | None = None  # keys that a query sees, its own included; None: all up to its own
+    first_window_layer: int = 0  # the layers before this one have no window
+    merged_files: bool = False  # one tensor of q, k and v, and one of gate and up, in checkpoints (Phi-3)
+    norms_after: bool = False  # norms of attention's and the network's results, not inputs (OLMo 2)
+    qk_norm_of_all: bool = False  # whether qk_norm is over the features of all heads together (OLMo 2)
 
     def __post_init__(self) -> None:
         for name in (*REQUIRED, "max_position_embeddings"):
-            _check_size(name, getattr(self, name))
-        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "qk_norm"):
+            check_size(name, getattr(self, name))
+        for name in (field.name for field in dataclasses.fields(self) if field.type == "bool"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={short_repr(getattr(self, name))} must be true or false.")
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
-            _check_number(name, getattr(self, name))
+            check_number(name, getattr(self, name))
             object.__setattr__(self, name, float(getattr(self, name)))  # an int may be beyond int64
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
@@ -119,8 +83,8 @@ class LlamaConfig:
                     f"{self.num_attention_heads}; change one of them or give head_dim."
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        _check_size("num_key_value_heads", self.num_key_value_heads)
-        _check_size("head_dim", self.head_dim)
+        check_size("num_key_value_heads", self.num_key_value_heads)
+        check_size("head_dim", self.head_dim)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads={self.num_key_value_heads} does not divide num_attention_heads="
@@ -140,8 +104,18 @@ class LlamaConfig:
                 f"rope_theta={self.rope_theta} must be between {LEAST_THETA:g} and {MOST_THETA:g}: it is the "
                 "longest wavelength of positions, in tokens over 2 pi."
             )
+        if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn" and self.rope_theta == 1.0:
+            raise ValueError("rope_type='yarn' needs a rope_theta above 1, or all channels turn alike.")
         if not 0.0 <= self.initializer_range < 1.0:
             raise ValueError(f"initializer_range={self.initializer_range} must be at least 0 and below 1.")
+        if self.sliding_window is not None:
+            check_size("sliding_window", self.sliding_window)
+        if type(self.first_window_layer) is not int or not 0 <= self.first_window_layer <= LARGEST:
+            raise ValueError(
+                f"first_window_layer={short_repr(self.first_window_layer)} must be the number of a layer."
+            )
+        if self.qk_norm_of_all and not self.qk_norm:
+            raise ValueError("qk_norm_of_all says how queries and keys are normalised; set qk_norm too.")
         if self.mixture is not None and self.mixture.dense_layers >= self.num_hidden_layers:
             raise ValueError(
                 f"{self.mixture.dense_layers} dense layers of {self.num_hidden_layers} leave none with "
@@ -180,6 +154,23 @@ class LlamaConfig:
         """Whether the layer of that number has experts."""
         return self.mixture is not None and self.mixture.has(layer)
 
+    def window_of(self, layer: int) -> int | None:
+        """The keys that a query of that layer sees, its own included; None: all up to its own."""
+        return self.sliding_window if layer >= self.first_window_layer else None
+
+    @property
+    def windowed_layers(self) -> int:
+        """Number of layers with a window."""
+        return sum(self.window_of(layer) is not None for layer in range(self.num_hidden_layers))
+
+    @property
+    def attention_vectors(self) -> int:
+        """Number of biases and weights of norms within a layer's attention."""
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        normed = (heads + groups if self.qk_norm_of_all else 2) if self.qk_norm else 0
+        biased = heads + 2 * groups if self.attention_bias or self.qkv_bias else 0
+        return (normed + biased) * self.head_dim + (self.hidden_size if self.attention_bias else 0)
+
     def parameter_count(self) -> int:
         """Number of parameters; a tied head and embedding count once.
 
@@ -192,10 +183,8 @@ class LlamaConfig:
         In a layer with E experts of width F and a shared one of width S, 3 D F becomes 3 D F E + E D (router)
         + 3 D S + D (its gate).
         """
-        d, heads, groups = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
-        each = 2 * d + (2 * self.head_dim if self.qk_norm else 0)
-        if self.attention_bias:
-            each += (heads + 2 * groups) * self.head_dim + d
+        d = self.hidden_size
+        each = 2 * d + self.attention_vectors
         embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
         matrices = [self.layer_matmul_parameters(n) for n in range(self.num_hidden_layers)]
         biases = 2 * self.intermediate_size + d if self.mlp_bias else 0
@@ -234,15 +223,18 @@ class LlamaConfig:
 
             2 (L (D (H + 2 G) d + H d D + 3 D F) + V D)  +  L * 2 * seq_len * H d
 
-        Q K^T and P V are 2 seq_len H d each per token, halved by causality. Of experts those count that a
-        token goes to, of width F each, the shared one and the router. Training is three times that: the
-        backward pass has two GEMMs for each of the forward's. Recomputation, norms and element-wise
-        operations do not count. adapters: parameters of low-rank adapters, if only these train: then the
-        weights have no gradient, and the backward pass has one GEMM for each of theirs.
+        Q K^T and P V are 2 seq_len H d each per token, halved by causality; with a window of W < seq_len keys
+        seq_len / 2 becomes W - W^2 / (2 seq_len). Of experts those count that a token goes to, of width F
+        each, the shared one and the router. Training is three times that: the backward pass has two GEMMs for
+        each of the forward's. Recomputation, norms and element-wise operations do not count. adapters:
+        parameters of low-rank adapters, if only these train: then the weights have no gradient, and the
+        backward pass has one GEMM for each of theirs.
         """
         layers = sum(self.layer_matmul_parameters(n, used=True) for n in range(self.num_hidden_layers))
         matmul = 2 * (layers + self.vocab_size * self.hidden_size)
-        attention = 2 * self.num_hidden_layers * seq_len * self.num_attention_heads * self.head_dim
+        windows = [self.window_of(n) for n in range(self.num_hidden_layers)]
+        seen = sum(2 * keys_seen(seq_len, window) for window in windows)
+        attention = int(2 * seen * self.num_attention_heads * self.head_dim)
         whole = (matmul + attention) * (3 if training else 1)
         return whole - matmul + 6 * adapters if training and adapters else whole
 
@@ -261,16 +253,26 @@ class LlamaConfig:
         return self.num_hidden_layers if self.mixture is None else self.mixture.dense_layers
 
     @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> LlamaConfig:
+        """Returns the config whose `dataclasses.asdict` has these values. Raises TypeError or ValueError."""
+        scaling, mixture = values.get("rope_scaling"), values.get("mixture")
+        parts = {
+            "rope_scaling": scaling and RopeScaling(**scaling),
+            "mixture": mixture and Mixture(**mixture),
+        }
+        return cls(**values | parts)
+
+    @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> LlamaConfig:
         """Returns the config of a parsed Hugging Face `config.json` (keys of transformers 4 or 5).
 
         Raises `ValueError` for another architecture or for a feature that this model does not have.
         """
         model_type = hf.get("model_type", "llama")
-        if model_type not in ARCHITECTURES:
+        if model_type not in tuple(ARCHITECTURES):  # it may be a list
             raise ValueError(
                 f"config.json describes model_type={short_repr(model_type)}; only "
-                f"{', '.join(map(repr, ARCHITECTURES))} can be loaded as a Llama."
+                f"{', '.join(map(repr, ARCHITECTURES))} can be loaded."
             )
         if hf.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ValueError(
@@ -278,20 +280,19 @@ class LlamaConfig:
             )
         if hf.get("quantization_config") is not None:
             raise ValueError("The checkpoint is quantized; load an unquantized version of it.")
-        values = {f.name: hf[f.name] for f in dataclasses.fields(cls) if hf.get(f.name) is not None}
+        hf = with_defaults(model_type, hf)
+        differences = differences_from_hf(model_type, hf)
+        own = {f.name for f in dataclasses.fields(cls)} - differences.keys()
+        values = {name: hf[name] for name in own if hf.get(name) is not None} | differences
         missing = [name for name in REQUIRED if name not in values]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}, which a Llama needs; add them.")
-        # transformers' default
-        values.setdefault("rms_norm_eps", 1e-5 if model_type == "mixtral" else 1e-6)
-        values["qk_norm"] = model_type.startswith("qwen3")
-        values["mixture"] = mixture_from_hf(model_type, hf)
-        rope = _rope_of(hf)
+        rope = rope_of(hf)
         theta = rope.pop("rope_theta", None)
         if theta is not None:
-            _check_number("rope_theta", theta)
+            check_number("rope_theta", theta)
             values["rope_theta"] = float(theta)
-        values["rope_scaling"] = _rope_from_hf(rope, values.get("max_position_embeddings", 2048))
+        values["rope_scaling"] = rope_from_hf(rope, values.get("max_position_embeddings", 2048))
         return cls(**values)
 
     def to_hf(
@@ -301,8 +302,9 @@ class LlamaConfig:
 
         dtype: torch's name. separator, begin: the tokens after documents (eos) and before them (bos)."""
         family, values = family_of(self), dataclasses.asdict(self)
-        del values["mixture"], values["qk_norm"]
-        values["rope_scaling"] = _rope_to_hf(self.rope_scaling)
+        for name in DIFFERENCES:
+            del values[name]
+        values["rope_scaling"] = rope_to_hf(self.rope_scaling)
         return {
             "architectures": [ARCHITECTURES[family]],
             "model_type": family,
@@ -310,61 +312,10 @@ class LlamaConfig:
             "torch_dtype": dtype,
             "bos_token_id": begin,
             "eos_token_id": separator,
+            "pad_token_id": None,  # a family may have one that is not in the vocabulary
             **values,
-            **mixture_to_hf(self),
+            **differences_to_hf(self),
         }
-
-
-def _check_size(name: str, value: Any) -> None:
-    if type(value) is not int or not 1 <= value <= LARGEST:
-        raise ValueError(f"{name}={short_repr(value)} must be a positive whole number below 2**31.")
-    most = LARGEST_OF.get(name, LARGEST)
-    if value > most:
-        raise ValueError(f"{name}={value} is larger than any model's; it must be at most {most}.")
-
-
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e38 <= value <= 1e38:
-        raise ValueError(f"{name}={short_repr(value)} must be a finite number.")
-
-
-def _rope_of(hf: dict[str, Any]) -> dict[str, Any]:
-    for name in ("rope_parameters", "rope_scaling"):
-        if hf.get(name) is not None:
-            if not isinstance(hf[name], dict):
-                raise ValueError(f"{name} of config.json must be an object, found {short_repr(hf[name])}.")
-            if hf[name]:
-                return dict(hf[name])
-    return {}
-
-
-def _rope_from_hf(rope: dict[str, Any], max_positions: int) -> RopeScaling | None:
-    """rope: `rope_scaling` or `rope_parameters` of a config.json, without its theta."""
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        raise ValueError(
-            f"rope_type={short_repr(rope_type)} is not supported; Llama checkpoints use one of "
-            f"{list(ROPE_TYPES)}."
-        )
-    if rope_type == "default":
-        return None
-    names = ["factor"]
-    if rope_type == "llama3":
-        names += ["low_freq_factor", "high_freq_factor"]
-        rope.setdefault("original_max_position_embeddings", max_positions)
-        names += ["original_max_position_embeddings"]
-    missing = [name for name in names if name not in rope]
-    if missing:
-        raise ValueError(f"rope_type={rope_type!r} in config.json lacks {', '.join(missing)}.")
-    return RopeScaling(rope_type=rope_type, **{name: rope[name] for name in names})
-
-
-def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    if scaling.rope_type == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return dataclasses.asdict(scaling)
 
 
 def _either(values: list[int]) -> str:

@@ -1,22 +1,24 @@
-"""The Hugging Face families that a model is written as and read from: names in config.json and of tensors.
+"""The Hugging Face families that a model is written as and read from: their names and keys in config.json.
 
 | model_type | layers |
 |---|---|
-| llama | one feed-forward network |
-| mixtral | experts, whose weights are divided by their sum |
-| qwen2_moe | experts and a shared one; the first layers may have none |
-| qwen3 | one feed-forward network; queries and keys are normalised |
+| llama | one feed-forward network; perhaps biases |
+| mistral | perhaps a window of attention |
+| mixtral | experts, whose weights are divided by their sum; perhaps a window of attention |
+| olmo2 | results of attention and network are normalised, not inputs; queries and keys over all heads |
+| phi3 | perhaps a window of attention; one tensor of q, k and v, and one of gate and up |
+| qwen2 | biases of q, k and v; perhaps a window of attention in the later layers |
+| qwen2_moe | experts and a shared one; the first layers may have none; perhaps biases of q, k and v |
+| qwen3 | queries and keys are normalised; perhaps a window of attention in the later layers |
 | qwen3_moe | experts; queries and keys are normalised; the first layers may have none |
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyruntime.llama.mixture import Mixture
+from pyruntime.llama.sizes import check_size
 from pyruntime.text import short_repr
 
 if TYPE_CHECKING:
@@ -24,39 +26,188 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-_LAYER = re.compile(r"(model\.layers\.\d+\.)mlp\.(?:(gate)\.weight|experts\.(gate_up|down)_proj)")
+DIFFERENCES = (
+    "mixture",
+    "norms_after",
+    "qk_norm_of_all",
+    "qk_norm",
+    "qkv_bias",
+    "merged_files",
+    "sliding_window",
+    "first_window_layer",
+)
+"""Fields of LlamaConfig that config.json of a family says in keys of its own, or by its model_type."""
+_WORDS = {
+    "mixture": "experts",
+    "norms_after": "normalised results of attention and network (norms_after)",
+    "qk_norm_of_all": "queries and keys normalised over all heads (qk_norm_of_all)",
+    "qk_norm": "normalised queries and keys (qk_norm)",
+    "qkv_bias": "biases of q, k and v",
+    "merged_files": "files with one tensor of q, k and v",
+    "sliding_window": "a window of attention",
+    "first_window_layer": "a window in the later layers alone",
+    "attention_bias": "biases of q, k, v and o",
+    "mlp_bias": "biases of the feed-forward network",
+}
+_FIELDS = {
+    "llama": ("attention_bias", "mlp_bias"),
+    "mistral": ("sliding_window",),
+    "mixtral": ("mixture", "sliding_window"),
+    "olmo2": ("norms_after", "qk_norm_of_all", "qk_norm", "attention_bias"),
+    "phi3": ("merged_files", "sliding_window"),
+    "qwen2": ("qkv_bias", "sliding_window", "first_window_layer"),
+    "qwen2_moe": ("mixture", "qkv_bias"),
+    "qwen3": ("qk_norm", "attention_bias", "sliding_window", "first_window_layer"),
+    "qwen3_moe": ("mixture", "qk_norm", "attention_bias"),
+}
+"""The fields of LlamaConfig, of those in _WORDS, that a family has."""
+_ALWAYS = ("norms_after", "qk_norm_of_all", "qk_norm", "merged_files")
+"""Fields that are true in all models of the families that have them."""
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "mixtral": {"rms_norm_eps": 1e-5},
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    "qwen2": {"max_position_embeddings": 32768},
+}
+"""What transformers takes for keys that a config.json lacks, where it is not LlamaConfig's default."""
 
 
 def family_of(config: LlamaConfig) -> str:
     """Returns the model_type of a config. Raises ValueError if no family has such layers."""
     mixture, normed = config.mixture, config.qk_norm
-    if mixture is None:
-        return "qwen3" if normed else "llama"
-    shared = mixture.shared_width > 0
-    found = "qwen3_moe" if normed else "qwen2_moe" if shared else "mixtral"
+    if mixture is not None:
+        found = "qwen3_moe" if normed else "qwen2_moe" if mixture.shared_width else "mixtral"
+    elif config.norms_after or config.qk_norm_of_all:
+        found = "olmo2"
+    elif normed:
+        found = "qwen3"
+    elif config.qkv_bias:
+        found = "qwen2"
+    elif config.merged_files:
+        found = "phi3"
+    else:
+        found = "llama" if config.sliding_window is None else "mistral"
     why = ""
-    if normed and shared:
+    if mixture is not None and normed and mixture.shared_width:
         why = "both a shared expert and normalised queries and keys; leave out one of them"
-    elif found == "mixtral" and (mixture.dense_layers or not mixture.renormalize):
+    elif found == "mixtral" and mixture is not None and (mixture.dense_layers or not mixture.renormalize):
         why = (
             "dense layers before those with experts, or weights that are not divided by their sum, without a "
             "shared expert or normalised queries and keys (qk_norm); add one of them"
         )
-    elif config.mlp_bias or (config.attention_bias and found != "qwen3_moe"):
-        why = "experts and biases; leave them out"
+    lacking = [name for name in _ALWAYS if name in _FIELDS[found] and not getattr(config, name)]
+    used = [name for name in _WORDS if getattr(config, name)]
+    others = [name for name in used if name not in _FIELDS[found]]
+    if others and not why:
+        why = f"{_WORDS[used[0]]} and {_WORDS[others[0]]}; leave out one of them"
+    elif lacking and not why:
+        why = f"{_WORDS[used[0]]} without {_WORDS[lacking[0]]}; have both or neither"
     if why:
         raise ValueError(f"No Hugging Face family of models has {why}.")
     return found
 
 
-def mixture_to_hf(config: LlamaConfig) -> dict[str, Any]:
+def _with(field: str) -> list[str]:
+    """Returns the families that have the field."""
+    return [family for family, fields in _FIELDS.items() if field in fields]
+
+
+def with_defaults(family: str, hf: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config.json with the family's own defaults for keys that it lacks."""
+    return {"rms_norm_eps": 1e-6} | _DEFAULTS.get(family, {}) | hf
+
+
+def differences_to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """Returns the keys of config.json for the fields in DIFFERENCES."""
+    family, window = family_of(config), config.sliding_window
+    keys = _mixture_to_hf(config, family)
+    if family == "qwen2_moe":
+        return keys | {"qkv_bias": config.qkv_bias}
+    if family in ("mistral", "mixtral", "phi3"):
+        return keys | {"sliding_window": window}
+    if "sliding_window" not in _FIELDS[family]:
+        return keys
+    keys["use_sliding_window"] = window is not None
+    if window is not None:
+        keys |= {"sliding_window": window, "max_window_layers": config.first_window_layer}
+    return keys
+
+
+def differences_from_hf(family: str, hf: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields in DIFFERENCES of a config.json. Raises ValueError for a feature that this model
+    does not have."""
+    for name in ("attention_bias", "mlp_bias"):
+        if hf.get(name) and name not in _FIELDS[family]:
+            raise ValueError(f"config.json has {name}={short_repr(hf[name])}, which no {family} model has.")
+    window, first = _window_from_hf(family, hf)
+    return {
+        "mixture": _mixture_from_hf(family, hf),
+        "qkv_bias": hf.get("qkv_bias", True) if family == "qwen2_moe" else family == "qwen2",
+        "sliding_window": window,
+        "first_window_layer": first,
+        **{name: name in _FIELDS[family] for name in _ALWAYS},
+    }
+
+
+def _window_from_hf(family: str, hf: dict[str, Any]) -> tuple[int | None, int]:
+    """Returns the window of attention, None if there is none, and the first layer that has it."""
+    window, first = hf.get("sliding_window"), 0
+    if family.startswith("qwen"):
+        is_used = hf.get("use_sliding_window")
+        if is_used is not None and type(is_used) is not bool:
+            raise ValueError(
+                f"use_sliding_window={short_repr(is_used)} of config.json must be true or false."
+            )
+        if not is_used:
+            return None, 0
+        if "sliding_window" not in _FIELDS[family]:
+            raise ValueError(
+                f"config.json has use_sliding_window=true, which is not supported for {family}; it is for "
+                f"{' and '.join(_with('first_window_layer'))}."
+            )
+        window, first = hf.get("sliding_window", 4096), _first_window_layer(hf)
+    elif "sliding_window" not in _FIELDS[family]:  # transformers does not read it
+        return None, 0
+    if window is None:
+        return None, 0
+    check_size("sliding_window", window)
+    layers = hf.get("num_hidden_layers")
+    return (None, 0) if type(layers) is int and first >= layers else (window, first)
+
+
+def _first_window_layer(hf: dict[str, Any]) -> int:
+    """Returns the first layer with a window. Raises ValueError if a later one has none."""
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        first = hf.get("max_window_layers", 28)
+        if type(first) is not int or first < 0:
+            raise ValueError(
+                f"max_window_layers={short_repr(first)} of config.json must be a number of layers."
+            )
+        return first
+    names = ("full_attention", "sliding_attention")
+    found = [names.index(kind) for kind in kinds if kind in names] if isinstance(kinds, list) else []
+    if not found or len(found) != len(kinds) or found != sorted(found):
+        raise ValueError(
+            f"config.json has layer_types={short_repr(kinds)}; only layers with full_attention, and after "
+            "them layers with sliding_attention, can be loaded."
+        )
+    return found.count(0)
+
+
+def _mixture_to_hf(config: LlamaConfig, family: str) -> dict[str, Any]:
     """Returns the keys of config.json that describe the experts."""
-    mixture, family = config.mixture, family_of(config)
+    mixture = config.mixture
     if mixture is None:
         return {}
     if family == "mixtral":
@@ -64,7 +215,6 @@ def mixture_to_hf(config: LlamaConfig) -> dict[str, Any]:
             "num_local_experts": mixture.experts,
             "num_experts_per_tok": mixture.per_token,
             "intermediate_size": mixture.width,
-            "sliding_window": None,
         }
     keys = {
         "num_experts": mixture.experts,
@@ -76,21 +226,18 @@ def mixture_to_hf(config: LlamaConfig) -> dict[str, Any]:
         "use_sliding_window": False,
     }
     if family == "qwen2_moe":
-        keys |= {"shared_expert_intermediate_size": mixture.shared_width, "qkv_bias": False}
+        keys["shared_expert_intermediate_size"] = mixture.shared_width
     return keys
 
 
-def mixture_from_hf(family: str, hf: dict[str, Any]) -> Mixture | None:
+def _mixture_from_hf(family: str, hf: dict[str, Any]) -> Mixture | None:
     """Returns the experts of a config.json. Raises ValueError for a feature that this model does not have."""
-    refused = {"sliding_window": hf.get("sliding_window") if family == "mixtral" else None}
-    refused |= {"use_sliding_window": hf.get("use_sliding_window") if family.startswith("qwen") else None}
-    refused["router_jitter_noise"] = hf.get("router_jitter_noise")
-    if family == "qwen2_moe":
-        refused["qkv_bias"] = hf.get("qkv_bias", True)
-    for name, value in refused.items():
-        if value:
-            raise ValueError(f"config.json has {name}={short_repr(value)}, which this model does not have.")
-    if family in ("llama", "qwen3"):
+    if hf.get("router_jitter_noise"):
+        raise ValueError(
+            f"config.json has router_jitter_noise={short_repr(hf['router_jitter_noise'])}, which this model "
+            "does not have."
+        )
+    if "mixture" not in _FIELDS[family]:
         return None
     dense = _dense_layers(hf) if family != "mixtral" else 0
     named = {
@@ -119,42 +266,3 @@ def _dense_layers(hf: dict[str, Any]) -> int:
             f"{short_repr(without)}; only the first layers can be without experts."
         )
     return len(without)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor of a checkpoint folder, and where it is in the tensor of the model: the expert's number, if
-    that one has all experts, and the first row of its matrix."""
-
-    name: str
-    shape: tuple[int, ...]
-    expert: int | None = None
-    start: int = 0
-
-    @property
-    def rows(self) -> slice:
-        """The rows of an expert's matrix."""
-        return slice(self.start, self.start + self.shape[0])
-
-
-def stored(config: LlamaConfig, name: str, shape: Sequence[int]) -> list[Stored]:
-    """Returns the tensors in a checkpoint folder that make up the model's tensor of that name and shape."""
-    found = _LAYER.fullmatch(name)
-    if config.mixture is None or found is None:
-        return [Stored(name, tuple(shape))]
-    layer, router, matrix = found.groups()
-    mixtral = family_of(config) == "mixtral"
-    room = "block_sparse_moe" if mixtral else "mlp"
-    if router:
-        return [Stored(f"{layer}{room}.gate.weight", tuple(shape))]
-    experts, rows, columns = shape
-    if matrix == "down":
-        parts = ["w2" if mixtral else "down_proj"]
-    else:
-        parts = ["w1", "w3"] if mixtral else ["gate_proj", "up_proj"]
-    size = rows // len(parts)
-    return [
-        Stored(f"{layer}{room}.experts.{i}.{part}.weight", (size, columns), i, size * place)
-        for i in range(experts)
-        for place, part in enumerate(parts)
-    ]

@@ -4,6 +4,7 @@ of ranks: `config.json` and safetensors."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -17,8 +18,8 @@ from safetensors.torch import save_file
 
 from pyruntime.any_model.save_pretrained import raise_everywhere
 from pyruntime.llama.config import LlamaConfig
-from pyruntime.llama.families import Stored, stored
 from pyruntime.llama.model import Llama
+from pyruntime.llama.stored import Stored, stored
 from pyruntime.llama.tensor_shards import TensorShard, gather_full
 from pyruntime.nn.parameters import Group
 from pyruntime.nn.weight_files import INDEX, WEIGHTS, find_tensors, listed, open_tensors, read_json
@@ -66,9 +67,9 @@ def check_shapes(config: LlamaConfig, directory: str | os.PathLike[str]) -> None
     whole = stored_of(Llama(config, device="meta", seed=None))
     for path in sorted({files[name] for name in whole if name in files}):
         with open_tensors(path) as file:
-            for name, (_, part) in whole.items():
+            for name, parts in whole.items():
                 if files.get(name) == path:
-                    _slice_of(part, file, path)
+                    _slice_of(parts[0][1], file, path)
 
 
 @torch.no_grad()
@@ -76,24 +77,26 @@ def load_weights(model: Llama, directory: str | os.PathLike[str]) -> None:
     """Fills `model` from the safetensors of a checkpoint folder; errors as in `load_hf`."""
     directory = Path(directory)
     files = find_tensors(directory)
-    wanted = {name: each for name, each in stored_of(model).items() if _is_held(*each)}
+    held = {name: [each for each in parts if _is_held(*each)] for name, parts in stored_of(model).items()}
+    wanted = {name: parts for name, parts in held.items() if parts}
     whole = set(stored_of(Llama(model.config, device="meta", seed=None)))
     _check_names(directory, wanted, whole, files, tied=model.config.tie_word_embeddings)
     for path in sorted({files[name] for name in wanted}):
         with open_tensors(path) as file:
-            for name in wanted:
+            for name, parts in wanted.items():
                 if files[name] == path:
-                    _read(*wanted[name], file, path)
+                    for shard, part in parts:
+                        _read(shard, part, file, path)
 
 
-def stored_of(model: Llama) -> dict[str, tuple[TensorShard, Stored]]:
+def stored_of(model: Llama) -> dict[str, list[tuple[TensorShard, Stored]]]:
     """Returns the tensors in a checkpoint folder that this part of the model has a part of, by name: the
-    model's tensor and the part of it."""
-    return {
-        part.name: (shard, part)
-        for shard in model.shards()
-        for part in stored(model.config, shard.name, shard.shape)
-    }
+    model's tensors in it, and where they are."""
+    found: dict[str, list[tuple[TensorShard, Stored]]] = {}
+    for shard in model.shards():
+        for part in stored(model.config, shard.name, shard.shape):
+            found.setdefault(part.name, []).append((shard, part))
+    return found
 
 
 def _is_held(shard: TensorShard, part: Stored) -> bool:
@@ -123,14 +126,16 @@ def save_hf(
     directory = Path(directory)
     dtype = dtype or model.embed.weight.dtype
     writer = _Writer(directory, dtype) if model.group.is_first else None
-    for name, content in plan_files(list(model.shards()), dtype, max_file_bytes).items():
-        tensors = {}
+    for name, content in plan_files(model.config, list(model.shards()), dtype, max_file_bytes).items():
+        tensors: dict[str, torch.Tensor] = {}
         for shard in content:
             full = gather_full(shard, model.group)
             if writer is not None and writer.error is None:
                 for part in stored(model.config, shard.name, shard.shape):
                     own = full if part.expert is None else full[part.expert, part.rows]
-                    tensors[part.name] = own.to("cpu", dtype, copy=True).contiguous()
+                    if part.name not in tensors:
+                        tensors[part.name] = torch.empty(part.shape_in_folder, dtype=dtype)
+                    tensors[part.name][part.first : part.first + len(own)].copy_(own)
             del full
         if writer is not None:
             writer.write(name, tensors)
@@ -158,17 +163,20 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def plan_files(
-    content: list[TensorShard], dtype: torch.dtype, max_file_bytes: int
+    config: LlamaConfig, content: list[TensorShard], dtype: torch.dtype, max_file_bytes: int
 ) -> dict[str, list[TensorShard]]:
-    """Returns the tensors of each file, in order. Only a single tensor may exceed `max_file_bytes`."""
+    """Returns the model's tensors of each file, in order. Only a single tensor of the file may exceed
+    `max_file_bytes`."""
     groups: list[list[TensorShard]] = []
     room = 0
-    for shard in content:
-        size = torch.Size(shard.shape).numel() * dtype.itemsize
+    # Tensors of the model that are one in the file follow each other.
+    for _, each in itertools.groupby(content, lambda shard: stored(config, shard.name, shard.shape)[0].name):
+        shards = list(each)
+        size = sum(torch.Size(shard.shape).numel() for shard in shards) * dtype.itemsize
         if not groups or size > room:
             groups.append([])
             room = max_file_bytes
-        groups[-1].append(shard)
+        groups[-1] += shards
         room -= size
     if len(groups) == 1:
         return {WEIGHTS: groups[0]}
@@ -268,9 +276,10 @@ def _slice_of(part: Stored, file: Any, path: Path) -> Any:
     except SafetensorError as error:
         raise ValueError(f"{path} does not hold {part.name}, though {INDEX} says so: {error}") from error
     shape = tuple(found.get_shape())
-    if shape != part.shape:
+    if shape != part.shape_in_folder:
         raise ValueError(
-            f"{part.name} in {path} has shape {list(shape)}, but by {CONFIG} it is {list(part.shape)}."
+            f"{part.name} in {path} has shape {list(shape)}, but by {CONFIG} it is "
+            f"{list(part.shape_in_folder)}."
         )
     return found
 
@@ -281,11 +290,12 @@ def _read(shard: TensorShard, part: Stored, file: Any, path: Path) -> None:
     if part.expert is not None:
         shard.local[part.expert - shard.start, part.rows].copy_(found[:])
         return
-    shape = shard.shape
-    index = [slice(None)] * len(shape)
+    starts = [0] * len(shard.shape)
+    starts[0] = part.first
     for dim, start in ((shard.dim, shard.start), (shard.dim_y, shard.start_y)):
         if dim is not None:
-            index[dim] = slice(start, start + shard.local.shape[dim])
+            starts[dim] += start
+    index = [slice(start, start + size) for start, size in zip(starts, shard.local.shape, strict=True)]
     shard.local.copy_(found[tuple(index)])
 
 

@@ -114,7 +114,8 @@ class Llama(nn.Module):
     kernels make again: no GEMM, attention or exchange runs twice. full keeps the stream before a layer and
     runs the layer again, communication included (Chen et al. 2016, arXiv 1604.06174). If column linears keep
     their gathered input (keep_gathered, slices), the norms' results take 2 D instead of 2 D / P, and
-    selective keeps them: they would have to travel again. With y, D becomes D / Y.
+    selective keeps them: they would have to travel again. So it does with norms after (OLMo 2), for which the
+    norms' inputs take the place of their results. With y, D becomes D / Y.
 
     Raises ValueError if the group does not divide the heads or the feed-forward columns, or leaves a rank
     without features; for a wire without other ranks; for slices that are not possible (`slices.check`).
@@ -174,8 +175,16 @@ class Llama(nn.Module):
             mixture = None
             if config.mixture is not None and config.mixture.has(number):
                 mixture = MixtureOfExperts(config.mixture, hidden, self.router_losses, options)
-            again = recompute == "selective"
-            block = Block(config, options, keep_gathered, again, self.elementwise, mixture, lora)
+            block = Block(
+                config,
+                options,
+                keep_gathered,
+                recompute == "selective",
+                self.elementwise,
+                mixture,
+                config.window_of(number),
+                lora,
+            )
             self.layers.add_module(str(number), block)
         if self.part.head:
             self.norm = RMSNorm(hidden, config.rms_norm_eps, group=self.group, dtype=dtype, device="meta")
@@ -318,6 +327,9 @@ class Llama(nn.Module):
             # Each is made once, because masks are cached by the tensor (`pyruntime.context.mask`).
             lengths = [start + each for each in accumulate(self._parts(seq) if caches is None else (seq,))]
             prefixes = {each: documents[:, : each * cp] for each in lengths}
+        in_window = begin
+        if context is None and config.sliding_window is not None and config.sliding_window < end:
+            in_window = _begin_in_window(config.sliding_window, start, end, batch, begin, x.device)
         step = ForwardPass(
             batch,
             seq,
@@ -327,6 +339,7 @@ class Llama(nn.Module):
             sin[places],
             context,
             begin,
+            in_window,
             prefixes,
         )
         norms = self.norm_weights(layers)
@@ -340,13 +353,16 @@ class Llama(nn.Module):
         backward = None if torch.compiler.is_compiling() or not is_heard() else BackwardRanges()
         if backward is not None and layers[0] == 0:
             backward.begin_at(x, "embed backward")
-        normed = for_this_pass(self.elementwise).rms_norm(
-            x, norms[0], config.rms_norm_eps, config.hidden_size, self.group.y
-        )
+        normed = Normed(x, None)
+        if not config.norms_after:
+            normed = for_this_pass(self.elementwise).rms_norm(
+                x, norms[0], config.rms_norm_eps, config.hidden_size, self.group.y
+            )
         for index, number in enumerate(layers):
             cache = None if caches is None else caches[index]
             own = norms[2 * index : 2 * index + 3]
-            following = own[2] if len(own) == 3 else None
+            is_last = number == config.num_hidden_layers - 1
+            following = own[2] if len(own) == 3 and (is_last or not config.norms_after) else None
             arguments = (normed, x, own[0], own[1], following, step, cache)
             if backward is None:
                 normed, x = self._through(number, arguments)
@@ -447,3 +463,12 @@ class Llama(nn.Module):
         if ids.dim() != 2 or ids.numel() == 0:
             raise ValueError(f"ids have shape {list(ids.shape)}; pass token sequences [B, S], not empty.")
         return ids.shape[0], ids.shape[1]
+
+
+def _begin_in_window(
+    window: int, start: int, end: int, batch: int, begin: Tensor | None, device: torch.device
+) -> Tensor:
+    """Returns the first key that the queries at start .. end - 1 see if each sees the last `window` keys up
+    to its own, [batch, end - start] int32. begin: the first key that they see in their documents."""
+    first = torch.arange(start, end, dtype=torch.int32, device=device).sub(window - 1).clamp(min=0)
+    return first.expand(batch, -1) if begin is None else torch.maximum(begin, first)

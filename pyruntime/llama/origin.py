@@ -94,9 +94,21 @@ def give_back(kept: Path, target: Path) -> None:
     changed = {key: written[key] for key in OURS if key in written and key in came} | {
         dtype: written["torch_dtype"]
     }
+    changed |= _rope_of_longer(came, written)
     partial = target / f"{CONFIG}.partial"
     partial.write_text(json.dumps(came | changed, indent=2) + "\n", encoding="utf-8")
     partial.replace(target / CONFIG)
+
+
+def _rope_of_longer(came: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
+    """Returns the rotary settings with the original context, where transformers would take the longer one of
+    the written model for it."""
+    key, longest = "original_max_position_embeddings", "max_position_embeddings"
+    scaling = written.get("rope_scaling") or {}
+    if came.get(longest) == written.get(longest) or key not in scaling or came.get(key):
+        return {}
+    names = ("rope_parameters", "rope_scaling")
+    return {name: came[name] | {key: came[name].get(key, scaling[key])} for name in names if came.get(name)}
 
 
 def _came(path: Path) -> dict[str, Any]:

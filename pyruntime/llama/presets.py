@@ -48,6 +48,20 @@ PRESETS: dict[str, LlamaConfig] = {
     "llama3-8b": _shape(32, 4096, 32, 8, 14336, **_LLAMA_31),
     "llama3-70b": _shape(80, 8192, 64, 8, 28672, **_LLAMA_31),
     "llama3-405b": _shape(126, 16384, 128, 8, 53248, **_LLAMA_31),
+    # Qwen/Qwen2.5-0.5B.
+    "qwen2.5-0.5b": _shape(
+        24,
+        896,
+        14,
+        2,
+        4864,
+        vocab_size=151936,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        qkv_bias=True,
+    ),
     # With experts; the first trains on a small machine. mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen3-30B-A3B.
     "experts-8x1m": _shape(
         4,

@@ -6,25 +6,30 @@ import math
 
 import torch
 
-from pyruntime.llama.config import LlamaConfig, RopeScaling
+from pyruntime.llama.config import LlamaConfig
+from pyruntime.llama.rope_scaling import RopeScaling
 
 
 def inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
     """Angle per token of each pair of channels, fp32 `[head_dim / 2]`: theta ** (-2 i / head_dim), scaled."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    inverse = 1.0 / (config.rope_theta**exponent)
+    wavelengths = config.rope_theta**exponent
+    inverse = 1.0 / wavelengths
     scaling = config.rope_scaling
-    if scaling is None:
+    if scaling is None or scaling.rope_type == "dynamic":  # no sequence is longer than the model's longest
         return inverse
     if scaling.rope_type == "linear":
         return inverse / scaling.factor
-    return _llama3(inverse, scaling)
+    if scaling.rope_type == "llama3":
+        return _llama3(inverse, scaling)
+    return _yarn(wavelengths, scaling, config)
 
 
 def rope_tables(
     config: LlamaConfig, length: int, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `cos` and `sin` of positions `0 .. length - 1`, fp32 `[length, head_dim]`.
+    """Returns `cos` and `sin` of positions `0 .. length - 1`, fp32 `[length, head_dim]`; both times YaRN's
+    attention factor, if the model has one.
 
     The halves of a head are rotated against each other (Hugging Face's channel order), so both halves of the
     tables are equal.
@@ -33,7 +38,10 @@ def rope_tables(
     # digits that fp64 would add at long contexts.
     angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequencies(config))
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(device), angles.sin().to(device)
+    cos, sin = angles.cos(), angles.sin()
+    if config.rope_scaling is not None:
+        cos, sin = (each * config.rope_scaling.magnitude for each in (cos, sin))
+    return cos.to(device), sin.to(device)
 
 
 def _llama3(inverse: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
@@ -45,3 +53,23 @@ def _llama3(inverse: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0.0, 1.0)
     return (1 - keep) * inverse / scaling.factor + keep * inverse
+
+
+def _yarn(wavelengths: torch.Tensor, scaling: RopeScaling, config: LlamaConfig) -> torch.Tensor:
+    """YaRN's scaling, in the order of operations of transformers' `rope_type="yarn"`: the blend is linear in
+    the number of the channel pair (arXiv 2309.00071, section 3.2, as in its authors' code)."""
+    dim, context = config.head_dim, scaling.original_max_position_embeddings
+
+    def pair_that_turns(times: float) -> float:
+        """The channel pair that turns so many times within the original context."""
+        return dim * math.log(context / (times * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001
+    scaled = ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    keep = 1 - scaled
+    return 1.0 / (scaling.factor * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep

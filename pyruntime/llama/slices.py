@@ -145,7 +145,7 @@ class _Layer:
         step, seq = self._step, self._parts[part]
         start = sum(self._parts[:part])
         cos, sin = step.cos[start : start + seq], step.sin[start : start + seq]
-        context = step.context
+        context, window = step.context, self._block.window
         q, k, v = self.elementwise.rope(
             y, cos, sin, step.batch, seq, step.heads, step.key_value_heads, overwrite_qkv=context is None
         )
@@ -154,12 +154,13 @@ class _Layer:
         if part > 0:
             k, v = torch.cat(self._keys, 2), torch.cat(self._values, 2)
         if context is None:
-            begin = None if step.begin is None else step.begin[:, start : start + seq]
+            begin = step.begin_of(window)
+            begin = None if begin is None else begin[:, start : start + seq]
             attended = causal_attention(q, k, v, begin).transpose(1, 2)
         else:
             context = context.of_first(k.shape[2], step.seq)
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-            attended = context.attention(q, k, v, step.documents_of(k.shape[1]))
+            attended = context.attention(q, k, v, step.documents_of(k.shape[1]), window)
         return attended.reshape(step.batch * seq, -1)
 
     def again(self, half: int, rows: Tensor, y: Tensor) -> contextlib.AbstractContextManager[None]:

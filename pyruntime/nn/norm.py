@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyruntime import ops
-from pyruntime.nn.cut import memory_of
+from pyruntime.nn.cut import CutTensor, memory_of
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, Part, TensorGroup
 from pyruntime.ops import layers
@@ -100,7 +100,8 @@ class RMSNorm(ParallelModule):
     A rank normalises its own rows without communication. The weight [dim] is the same on every rank of
     `group`. All ranks' rows contribute to its gradient, so the backward sums it over the group. group=None:
     rows are not cut (or the norm is replicated), and nothing is summed. A group of two axes cuts features
-    over y: input [..., D/Y], weight [D/Y]. State dict: "weight", a DTensor; plain without a group."""
+    over y: input [..., D/Y], weight [D/Y]. is_cut: features are cut over `group`, and rows are not: input
+    [..., D/P], weight [D/P]. State dict: "weight", a DTensor; plain without a group."""
 
     def __init__(
         self,
@@ -108,13 +109,15 @@ class RMSNorm(ParallelModule):
         eps: float = 1e-6,
         *,
         group: Group | TensorGroup | None = None,
+        is_cut: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
         super().__init__(group)
         self.dim = dim
-        self.eps = eps
-        self.add_parameter("weight", None, [Part("weight", (dim,))], dtype, device, dim_y=0)
+        self.eps, self.is_cut = eps, is_cut
+        part, dim_y = Part("weight", (dim,)), None if is_cut else 0
+        self.add_parameter("weight", 0 if is_cut else None, [part], dtype, device, dim_y=dim_y)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -122,6 +125,9 @@ class RMSNorm(ParallelModule):
             torch.nn.init.ones_(self.weight)
 
     def compute(self, x: Tensor) -> Tensor:
+        if self.is_cut:
+            own = self.weight.to_local() if isinstance(self.weight, CutTensor) else self.weight
+            return rms_norm(x, own, self.eps, self.dim, self.group).rows
         weight = self.weight if self.group.size == 1 else ops.replicate_grad(self.weight, self.group.name)
         return rms_norm(x, weight, self.eps, self.dim, self.group.y).rows
 

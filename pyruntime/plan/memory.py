@@ -144,6 +144,10 @@ def layer_activations(
 
 def _wide(model: ModelShape, recompute: Recomputation) -> float:
     """Returns the bytes of a token that are kept of the residual stream."""
+    if (
+        recompute == "selective" and model.norms_after
+    ):  # linears read the stream, which no norm computes again
+        recompute = "none"
     return 2 * {"none": 4, "selective": 2, "full": 1}[recompute] * model.hidden
 
 

@@ -74,6 +74,13 @@ class ModelShape:
     dense_layers: int = 0
     head_norms: bool = False
     """Whether query and key heads are normalised."""
+    attention_vectors: int = 0
+    """Biases and weights of norms within one layer's attention, if not `biased`."""
+    norms_after: bool = False
+    """Whether results of attention and network are normalised, not their inputs."""
+    window: int = 0
+    """Keys that a query sees in `windowed` layers, its own included; 0: all up to its own."""
+    windowed: int = 0
 
     @cached_property
     def qkv(self) -> int:
@@ -136,8 +143,7 @@ class ModelShape:
         norms = 2 * self.hidden * (2 if self.biased else 1)
         biases = self.qkv + self.up + 2 * self.hidden
         router = self.hidden * (self.experts + (1 if self.shared_ffn else 0))
-        norms += 2 * self.head_dim if self.head_norms else 0
-        return norms + (biases if self.biased else 0) + router
+        return norms + (biases if self.biased else self.attention_vectors) + router
 
     @cached_property
     def embedding(self) -> int:
@@ -188,8 +194,14 @@ class ModelShape:
         return 2.0 * used * tokens
 
     def attention_flops(self, tokens: int, seq: int, *, causal: bool = True) -> float:
-        """Returns the operations of one layer's attention in a forward pass, in sequences of `seq`."""
-        return (2.0 if causal else 4.0) * seq * self.attention_width * tokens
+        """Returns the operations of one layer's attention in a forward pass, in sequences of `seq`: the mean
+        over layers with a window and others."""
+        if not causal:
+            return 4.0 * seq * self.attention_width * tokens
+        seen = keys_seen(seq, None)
+        if self.windowed:
+            seen += (keys_seen(seq, self.window) - seen) * self.windowed / self.layers
+        return 4.0 * seen * self.attention_width * tokens
 
     def head_flops(self, tokens: int) -> float:
         return 2.0 * self.head * tokens
@@ -201,6 +213,14 @@ class ModelShape:
         linears += self.dense_layers * self.dense_flops(tokens)
         attention = self.layers * self.attention_flops(tokens, seq)
         return 3 * (linears + attention + self.head_flops(tokens))
+
+
+def keys_seen(seq: int, window: int | None) -> float:
+    """Returns the keys that a query sees in causal attention, as a mean over a long sequence of `seq` tokens.
+    window: the most keys that it sees."""
+    if window is None or window >= seq:
+        return seq / 2
+    return window - window**2 / (2 * seq)
 
 
 def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int = 51200, seq: int = 2048) -> ModelShape:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pyruntime.llama.config import LlamaConfig
 from pyruntime.train import manifest
 from pyruntime.train.config import Checkpoint
 from pyruntime.train.errors import ConfigError
@@ -166,7 +167,7 @@ def read_matching(checkpoint: Path, wanted: CheckpointFacts) -> CheckpointFacts:
     dtype is not as `wanted`; the wanted step is ignored."""
     facts = read(checkpoint)
     found, asked = (
-        each.model
+        _spelled_out(each.model)
         | {
             "train.dtype": each.dtype,
             "optimizer.name": each.optimizer,
@@ -183,6 +184,14 @@ def read_matching(checkpoint: Path, wanted: CheckpointFacts) -> CheckpointFacts:
                 f"configuration asks for {name}={value}."
             )
     return facts
+
+
+def _spelled_out(model: dict) -> dict:
+    """Returns the facts of a model with defaults for fields that are newer than the checkpoint."""
+    try:
+        return dataclasses.asdict(LlamaConfig.from_dict(model))
+    except (TypeError, ValueError):  # not the wanted model, whatever it is
+        return model
 
 
 def why_residuals_are_left(checkpoint: Path, wanted: CheckpointFacts) -> str:

@@ -26,8 +26,8 @@ class Model:
     """Name of a shape in pyruntime.llama.PRESETS; the fields below override single sizes of it. Empty: 3m, or
     the shape of init_from."""
     init_from: str = ""
-    """Hugging Face Llama checkpoint to start from; it sets the shape in place of preset and the fields below.
-    Empty: random weights."""
+    """Hugging Face checkpoint of a Llama or a relative (docs/how-to/finetune.md) to start from; it sets the
+    shape in place of preset and the fields below. Empty: random weights."""
     hidden_size: int | None = None
     """Width of the residual stream, in features; None: the preset's."""
     num_hidden_layers: int | None = None

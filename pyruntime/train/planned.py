@@ -80,6 +80,10 @@ def of_llama(name: str, config: LlamaConfig, preset: str = "") -> ModelShape:
         tied=config.tie_word_embeddings,
         preset=preset,
         head_norms=config.qk_norm,
+        attention_vectors=config.attention_vectors,
+        norms_after=config.norms_after,
+        window=config.sliding_window or 0,
+        windowed=config.windowed_layers,
     )
     if config.mixture is None:
         return shape

@@ -15,7 +15,7 @@ from pyruntime.train.config import Model, RunConfig, mesh_of
 from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.validate.adapter_options import check_lora_of
-from pyruntime.train.validate.expert_models import check_experts
+from pyruntime.train.validate.shapes import check_shape
 
 VOCABULARY_MULTIPLE = 128
 DEFAULT_PRESET = "3m"
@@ -35,7 +35,7 @@ def open_model(config: RunConfig, world_size: int) -> tuple[Tokenizer, LlamaConf
     data, model, mesh = config.data, config.model, mesh_of(config, world_size)
     tokenizer = open_tokenizer(data.tokenizer, model.init_from, data.paths)
     shape = llama_config(model, tokenizer.vocab_size, config.train.seq_len, mesh.tp, mesh.tp_y)
-    check_experts(config, shape)
+    check_shape(config, shape)
     check_lora_of(config, shape)
     return tokenizer, shape
 
@@ -48,9 +48,7 @@ def llama_config(model: Model, vocab_needed: int, seq_len: int, tp: int, tp_y: i
     """
     with refusing("[model]: ", (ValueError, OSError)):
         shape = _from_checkpoint(model) if model.init_from else _from_preset(model, vocab_needed)
-        shape = dataclasses.replace(
-            shape, max_position_embeddings=max(shape.max_position_embeddings, seq_len)
-        )
+        shape = _with_positions(shape, seq_len)
         shape.check_tp(tp)
         shard_bounds(shape.hidden_size, tp_y, 0, "hidden_size over y")
     if shape.vocab_size < vocab_needed:
@@ -59,6 +57,20 @@ def llama_config(model: Model, vocab_needed: int, seq_len: int, tp: int, tp_y: i
             "at least that many."
         )
     return shape
+
+
+def _with_positions(shape: LlamaConfig, seq_len: int) -> LlamaConfig:
+    """Returns the shape for sequences of at least `seq_len` tokens."""
+    most, scaling = shape.max_position_embeddings, shape.rope_scaling
+    if seq_len <= most:
+        return shape
+    if scaling is not None and scaling.rope_type == "dynamic":
+        raise ValueError(
+            "rope_type='dynamic' of the checkpoint turns all tokens of a sequence by its length if that is "
+            f"above max_position_embeddings={most}, which is not supported; set train.seq_len={seq_len} to "
+            "at most that."
+        )
+    return dataclasses.replace(shape, max_position_embeddings=seq_len)
 
 
 def padded_vocabulary(vocab_needed: int) -> int:

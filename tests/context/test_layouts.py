@@ -23,10 +23,14 @@ def documents(batch: int, seq: int, seed: int = 0) -> torch.Tensor:
     return is_first.cumsum(1)
 
 
-def visible(seq: int, causal: bool, document_ids: torch.Tensor | None) -> torch.Tensor:
+def visible(
+    seq: int, causal: bool, document_ids: torch.Tensor | None, window: int | None = None
+) -> torch.Tensor:
     """[B, query, key]: whether a query sees a key."""
     places = torch.arange(seq)
     seen = (places[:, None] >= places) if causal else torch.ones(seq, seq, dtype=torch.bool)
+    if window is not None:
+        seen &= places[:, None] - places < window
     if document_ids is None:
         return seen[None]
     return seen & (document_ids[:, :, None] == document_ids[:, None, :])
@@ -60,20 +64,20 @@ def test_every_token_is_held_once_and_in_order(layout, ranks):
 
 
 @pytest.mark.parametrize("queries", [16, 5])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 7), (True, 100), (False, None)])
 @pytest.mark.parametrize(
     ("layout", "packed"),
     [(layout, packed) for layout in LAYOUTS for packed in (False, True) if packed or layout != "balanced"],
 )
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_queries_see_is_a_run_of_every_ranks_keys(layout, ranks, packed, causal, queries):
+def test_what_queries_see_is_a_run_of_every_ranks_keys(layout, ranks, packed, causal, window, queries):
     seq = 2 * ranks * 8
     ids = documents(3, seq) if packed else None
     places = positions(layout, seq, ranks, ids)
-    expected = visible(seq, causal, ids)
+    expected = visible(seq, causal, ids, window)
     keys = torch.arange(seq // ranks)
     for rank in range(ranks):
-        mask = mask_of(layout, seq, ranks, rank, causal, ids, queries)
+        mask = mask_of(layout, seq, ranks, rank, causal, ids, queries, window=window)
         last = places[rank][-queries:]
         for other in range(ranks):
             begin, end = mask.of_rank(other)

@@ -34,20 +34,22 @@ def inputs(seq: int, heads: int, groups: int, dtype: torch.dtype, seed: int = 0)
     ]
 
 
-def dense(whole: list[Tensor], causal: bool, ids: Tensor | None, scale: float) -> list[Tensor]:
+def dense(
+    whole: list[Tensor], causal: bool, ids: Tensor | None, scale: float, window: int | None = None
+) -> list[Tensor]:
     """out, dq, dk, dv in float64."""
     q, k, v, grad = (x.double() for x in whole)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     shared = q.shape[2] // k.shape[2]
     keys, values = (x.repeat_interleave(shared, dim=2) for x in (k, v))
     scores = scale * torch.einsum("bqhd,bkhd->bhqk", q, keys)
-    seen = visible(q.shape[1], causal, None if ids is None else ids.view(-1, q.shape[1]))
+    seen = visible(q.shape[1], causal, None if ids is None else ids.view(-1, q.shape[1]), window)
     weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
     out = torch.einsum("bhqk,bkhd->bqhd", weights, values)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def own_results(group, transport, whole, causal, layout, ids, scale, variant, queries=None):
+def own_results(group, transport, whole, causal, layout, ids, scale, variant, queries=None, window=None):
     """This rank's out, dq, dk and dv, twice over where they differ from call to call. queries: the last so
     many of its tokens; all by default."""
     take(group, transport)
@@ -58,8 +60,9 @@ def own_results(group, transport, whole, causal, layout, ids, scale, variant, qu
     for _ in range(2):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = ring_attention(
-            *leaves, group, causal=causal, layout=layout, document_ids=ids, scale=scale, variant=variant
-        )
+            *leaves, group, causal=causal, layout=layout, document_ids=ids, scale=scale, variant=variant,
+            window=window,
+        )  # fmt: skip
         runs.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
     return runs[0]
@@ -72,12 +75,13 @@ def joined(results, layout: str, seq: int, ids: Tensor | None) -> list[Tensor]:
 
 def check(
     ranks, world, seq, heads=2, groups=1, *, transport="symmetric_memory", causal=True, layout="zigzag",
-    ids=None, variant="ring", dtype=torch.float64, tolerance=1e-12,
+    ids=None, variant="ring", dtype=torch.float64, tolerance=1e-12, window=None,
 ):  # fmt: skip
     whole, scale = inputs(seq, heads, groups, dtype), 0.3
-    results = ranks.run(own_results, world, transport, whole, causal, layout, ids, scale, variant)
+    arguments = (transport, whole, causal, layout, ids, scale, variant, None, window)
+    results = ranks.run(own_results, world, *arguments)
     for found, expected in zip(
-        joined(results, layout, seq, ids), dense(whole, causal, ids, scale), strict=True
+        joined(results, layout, seq, ids), dense(whole, causal, ids, scale, window), strict=True
     ):
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
@@ -145,6 +149,20 @@ def test_documents_do_not_see_each_other(ranks, world, variant, layout, causal):
     seq = 2 * world * 11
     ids = documents(BATCH, seq, seed=5)
     check(ranks, world, seq, 4, 2, layout=layout, ids=ids, causal=causal, variant=variant)
+
+
+@pytest.mark.parametrize("window", [1, 9, 1000])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("world", "variant"), [(3, "ring"), (4, "ring"), (2, "all_gather_kv"), (2, "ulysses")]
+)
+def test_a_query_sees_the_last_keys_of_its_window(ranks, world, variant, layout, window):
+    seq = 2 * world * 11
+    check(ranks, world, seq, 4, 2, layout=layout, variant=variant, window=window)
+    check(
+        ranks, world, seq, 4, 2, layout=layout, variant=variant, window=window,
+        ids=documents(BATCH, seq, seed=5),
+    )  # fmt: skip
 
 
 def test_document_ids_may_be_of_one_row_for_all(ranks):
@@ -253,6 +271,8 @@ def test_auto_is_the_ring_bit_for_bit(ranks):
             r"must be integers \[2, 8\] or \[8\]",
         ),
         ({"dtype": torch.bfloat16}, TypeError, "cast them to one dtype"),
+        ({"window": 0}, ValueError, "window=0 with causal=True: a window is 1 or more keys"),
+        ({"window": 3, "causal": False}, ValueError, "window=3 with causal=False"),
     ],
 )
 def test_what_does_not_fit_is_said(ranks, changes, kind, sentence):
@@ -379,6 +399,7 @@ def disagrees(group, variant, changes):
         {"layout": "striped"},
         {"causal": False},
         {"scale": 0.5},
+        {"window": 5},
         {"document_ids": torch.arange(16) // 5},
         {"shape": [4, 4, 4, DIM]},
         {"shape": [2, 4, 8, DIM]},
@@ -463,7 +484,7 @@ def test_documents_that_change_are_seen(ranks):
 def checked(group, variant):
     q = torch.randn(1, 3, 2 * group.size(), DIM, dtype=torch.float64, requires_grad=True)
     k = torch.randn(1, 4, group.size(), DIM, dtype=torch.float64, requires_grad=True)
-    arguments = (q, k, k, None, group.group_name, True, "zigzag", 0.3, variant, "same")
+    arguments = (q, k, k, None, group.group_name, True, "zigzag", 0.3, variant, "same", 5)
     torch.library.opcheck(torch.ops.pyruntime.ring_attention.default, arguments)
     return True
 

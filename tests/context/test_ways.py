@@ -12,25 +12,25 @@ from tests.context.test_layouts import documents
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
-def masks(layout, ranks, share, causal=True, ids=None, queries=None):
+def masks(layout, ranks, share, causal=True, ids=None, queries=None, window=None):
     queries = share if queries is None else queries
     return [
-        Mask(layout, ranks * share, ranks, rank, causal, queries, torch.device("cpu"), ids)
+        Mask(layout, ranks * share, ranks, rank, causal, queries, torch.device("cpu"), ids, window)
         for rank in range(ranks)
     ]
 
 
 @pytest.mark.parametrize("queries", [14, 5])
 @pytest.mark.parametrize("documented", [False, True])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 9), (False, None)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6])
 def test_every_rank_gets_all_keys_that_it_sees_and_all_parts_of_sums_come_home(
-    ranks, layout, causal, documented, queries
+    ranks, layout, causal, window, documented, queries
 ):
     share = 14
     ids = documents(2, ranks * share, seed=ranks) if documented else None
-    every = masks(layout, ranks, share, causal, ids, queries)
+    every = masks(layout, ranks, share, causal, ids, queries, window)
     plan = every[0].ways
     assert all(mask.ways == plan for mask in every)
     assert sorted(token for way in plan for token in range(*way.tokens)) == list(range(share))
@@ -52,6 +52,13 @@ def test_every_rank_gets_all_keys_that_it_sees_and_all_parts_of_sums_come_home(
                 added |= part
             assert seen <= got
             assert seen <= added
+
+
+def test_keys_that_are_in_no_window_do_not_travel():
+    """Of contiguous shares of 10 tokens the next rank sees the last 3, and no other rank any."""
+    (way, back) = masks("contiguous", 4, 10, window=4)[0].ways
+    assert way.keys(1, 1) == NONE or way.keys(1, 1) == (0, 1)  # by which ranks compare their arguments
+    assert back.keys(1, 3) == (7, 10) and way.keys(1, 2) == NONE
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 7])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 import transformers
 from torch import nn
@@ -17,8 +20,10 @@ PUBLISHED = {
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
     "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-0.5b": 494_032_768,
     "qwen3-30b-a3b": 30_532_122_624,
 }
+SLIDING_FIRST = ["sliding_attention", "full_attention"]
 
 
 def parameters(model: nn.Module) -> int:
@@ -62,6 +67,7 @@ def test_flops_are_twice_the_products_of_every_matrix_and_of_the_visible_scores(
 @pytest.mark.parametrize("config", [*CASES.values(), *PRESETS.values()], ids=[*CASES, *PRESETS])
 def test_config_survives_the_way_to_hugging_face_and_back(config, tmp_path):
     assert LlamaConfig.from_hf(config.to_hf()) == config
+    assert LlamaConfig.from_dict(json.loads(json.dumps(dataclasses.asdict(config)))) == config
     # transformers writes its own spelling of the same.
     hf = config.to_hf()
     transformers.AutoConfig.for_model(**hf).save_pretrained(tmp_path)
@@ -104,7 +110,10 @@ def test_impossible_shapes_are_refused(changes, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rope_type": "yarn"}, "rope_type='yarn'"),
+        ({"rope_type": "longrope"}, "There is no rope_type='longrope'; use one of"),
+        ({"rope_type": "yarn", "beta_fast": 1.0}, "beta_slow=1.0 and beta_fast=1.0 must be positive"),
+        ({"rope_type": "yarn", "attention_factor": 0.0}, "attention_factor=0.0 must be between"),
+        ({"rope_type": "yarn", "truncate": 1}, "truncate=1 must be true or false"),
         ({"factor": 0.5}, "factor=0.5 must be at least 1"),
         ({"low_freq_factor": 4.0}, "low_freq_factor=4.0 and high_freq_factor=4.0"),
         ({"original_max_position_embeddings": 0}, "original_max_position_embeddings=0 must be"),
@@ -118,10 +127,26 @@ def test_impossible_rope_scaling_is_refused(arguments, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "model_type='mistral'"),
+        ({"model_type": "gemma2"}, "model_type='gemma2'; only 'llama', 'mistral', 'mixtral'"),
+        ({"partial_rotary_factor": 0.75}, "has partial_rotary_factor=0.75, which this model does not have"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type='longrope' is not supported"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "layer_types": SLIDING_FIRST},
+            "layer_types=.*; only layers with full_attention, and after them",
+        ),
+        (
+            {"model_type": "qwen3_moe", "use_sliding_window": True},
+            "which is not supported for qwen3_moe; it is for qwen2 and qwen3",
+        ),
+        ({"model_type": "qwen2", "use_sliding_window": "no"}, "use_sliding_window='no' of config.json must"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window=0 must be a positive whole number"),
+        (
+            {"model_type": "mistral", "attention_bias": True},
+            "has attention_bias=True, which no mistral model has",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "is quantized"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' in config.json lacks factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks low_freq_factor, high_freq_factor"),
         ({"hidden_size": None}, "config.json lacks hidden_size"),
     ],

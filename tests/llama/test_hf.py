@@ -73,8 +73,9 @@ def test_large_checkpoints_are_cut_into_files_with_an_index(ranks, tmp_path):
 
 
 def test_files_are_planned_by_size_for_a_model_too_large_to_hold():
-    content = list(Llama(preset("llama3-8b"), device="meta").shards())
-    plan = plan_files(content, torch.bfloat16, 5_000_000_000)
+    config = preset("llama3-8b")
+    content = list(Llama(config, device="meta").shards())
+    plan = plan_files(config, content, torch.bfloat16, 5_000_000_000)
     assert next(iter(plan)) == "model-00001-of-00004.safetensors" and len(plan) == 4
     assert [shard.name for part in plan.values() for shard in part] == [shard.name for shard in content]
     assert max(sum(torch.Size(s.shape).numel() * 2 for s in part) for part in plan.values()) <= 5_000_000_000

@@ -54,7 +54,7 @@ def test_masks_change_what_is_learned(ranks, whole):
 def unmasked_rings(group, config):
     with pytest.MonkeyPatch.context() as patch:
         attention = Context.attention
-        patch.setattr(Context, "attention", lambda self, q, k, v, document_ids: attention(self, q, k, v))
+        patch.setattr(Context, "attention", lambda self, q, k, v, *_: attention(self, q, k, v))
         return jobs.history(group, config)
 
 

@@ -13,7 +13,7 @@ import torch
 from pyruntime.choices import Dtype
 from pyruntime.comm import CommError, Runtime
 from pyruntime.data_parallel import shard
-from pyruntime.llama import Llama, LlamaConfig, RopeScaling, adapters, load_hf, load_weights, origin, save_hf
+from pyruntime.llama import Llama, LlamaConfig, adapters, load_hf, load_weights, origin, save_hf
 from pyruntime.llama.adapter_files import save_adapters
 from pyruntime.llama.hf import read_config, saved_dtype
 from pyruntime.train import checkpoint, checkpoint_folder, config_file, manifest
@@ -151,8 +151,7 @@ def from_hf(source: Path, target: Path, runtime: Runtime, dtype: Dtype | None = 
 def shape_of(folder: Path, facts: CheckpointFacts) -> LlamaConfig:
     """The shape of the model in the checkpoint. Raises DamagedError if its facts describe none."""
     try:
-        scaling = facts.model.get("rope_scaling")
-        shape = LlamaConfig(**facts.model | {"rope_scaling": scaling and RopeScaling(**scaling)})
+        shape = LlamaConfig.from_dict(facts.model)
         DTYPES[facts.dtype]
     except (TypeError, ValueError, KeyError) as error:
         finding = f"it does not describe a model ({str(error).splitlines()[0].rstrip('.')})"

@@ -60,3 +60,8 @@ def check_lora_of(config: RunConfig, shape: LlamaConfig) -> None:
         f"lora.rank={config.lora.rank} does not support a model with experts; leave it out, and all weights "
         "train.",
     )
+    require(
+        config.lora.rank == 0 or not shape.merged_files,
+        f"lora.rank={config.lora.rank} does not support a model whose files hold q, k and v in one tensor "
+        "(Phi-3), which peft gives one adapter; leave it out, and all weights train.",
+    )

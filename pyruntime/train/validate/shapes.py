@@ -1,4 +1,4 @@
-"""Checks the options of a model with experts, or with normalised heads."""
+"""Checks the options of a model with experts, normalised heads, or a window of attention."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ if TYPE_CHECKING:
     from pyruntime.llama.config import LlamaConfig
 
 
-def check_experts(config: RunConfig, shape: LlamaConfig) -> None:
+def check_shape(config: RunConfig, shape: LlamaConfig) -> None:
     """Raises ConfigError for options that a model of that shape does not support."""
+    window, costs = shape.sliding_window, config.pipeline.costs
+    require(
+        window is None or window >= config.train.seq_len or not costs,
+        f"pipeline.costs={costs} was measured without a window of attention, and this model has one of "
+        f"{window} tokens; set pipeline.layers.",
+    )
     if shape.mixture is not None or shape.qk_norm:
         _check_cuts(config, "experts" if shape.mixture else "normalised heads")
     if shape.mixture is None:
