@@ -104,6 +104,23 @@ def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
     assert parity.difference(found[0], whole) <= parity.TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["tp2 pp2", "tp2 cp2 selective recomputation"])
+@pytest.mark.second_tier(but=["olmo2-tp2 pp2"])
+def test_adapters_learn_as_on_one_rank(ranks, config, name):
+    config = jobs.changed(config, "lora", rank=3, alpha=6.0)
+    sizes = dict(MESHES[name])
+    recompute = sizes.pop("recompute", "none")
+    asked = jobs.changed(config, "train", micro_batch_size=4, activation_checkpointing=recompute)
+    asked = jobs.changed(asked, "parallel", **{"tp": 1} | sizes)
+    if "phi3" in (Path(config.model.init_from) / "config.json").read_text():
+        with pytest.raises(ConfigError, match=r"hold q, k and v in one tensor \(Phi-3\), which peft"):
+            check(asked, 4)
+        return
+    found, (whole,) = ranks.run(steps_of, 4, asked), ranks.run(steps_of, 1, config)
+    assert parity.difference(found[0], whole) <= parity.TOLERANCE
+    assert found[0] == found[-1]
+
+
 def stored(folder):
     return {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
 
