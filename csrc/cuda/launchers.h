@@ -6,7 +6,7 @@
    allocated and nothing waits for the device.
 
    The protocol between ranks (workspaces, slots, epochs, signals, deadlines) is in
-   docs/explanation/gpu-protocol.md. */
+   csrc/cuda/protocol.md. */
 #pragma once
 
 #if defined(__CUDACC_RTC__) /* NVRTC has no headers of the host: rtc.h */

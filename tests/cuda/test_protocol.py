@@ -1,4 +1,4 @@
-"""The protocol of docs/explanation/gpu-protocol.md in all states of small groups: every call ends and reads
+"""The protocol of csrc/cuda/protocol.md in all states of small groups: every call ends and reads
 what its own epoch wrote; a protocol that lacks a rule is found out.
 
 A program is a straight line of steps, and every word has one writer, so the state of everything is how far

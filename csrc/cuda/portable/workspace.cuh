@@ -1,5 +1,5 @@
 // A rank's workspace as every rank addresses it, and the waits and signals on it. This is the only
-// implementation of the protocol in docs/explanation/gpu-protocol.md.
+// implementation of the protocol in csrc/cuda/protocol.md.
 //
 //   header               this rank's failure record; `stopped_by`: the rank that failed first, plus 1
 //   slots 0 to PYRUNTIME_SLOTS - 1, each
