@@ -100,6 +100,14 @@ def _write(directory: Path, tensors: Mapping[str, torch.Tensor], config: Mapping
     partial.replace(directory / CONFIG)
 
 
+def adapter_files(directory: Path) -> set[Path]:
+    """Returns the files of adapters in peft's format. Raises FileNotFoundError if one is missing."""
+    for name in (CONFIG, WEIGHTS):
+        if not (directory / name).is_file():
+            raise FileNotFoundError(f"{directory} holds no {name}; save the adapters as safetensors.")
+    return {directory / CONFIG, directory / WEIGHTS}
+
+
 @torch.no_grad()
 def load_adapters(model: Llama, directory: str | os.PathLike[str]) -> None:
     """Fills the adapters of this part of `model` from a folder in peft's format; each rank reads its slices.
@@ -109,10 +117,9 @@ def load_adapters(model: Llama, directory: str | os.PathLike[str]) -> None:
     """
     directory = Path(directory)
     assert model.lora is not None
-    _check_config(model.lora, read_json(directory / CONFIG), directory)
     path = directory / WEIGHTS
-    if not path.is_file():
-        raise FileNotFoundError(f"{directory} holds no {WEIGHTS}; save the adapters as safetensors.")
+    adapter_files(directory)
+    _check_config(model.lora, read_json(directory / CONFIG), directory)
     shards = {_PREFIX + shard.name: shard for shard in model.adapter_shards()}
     with open_tensors(path) as file:
         names = set(file.keys())

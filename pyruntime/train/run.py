@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import signal
@@ -30,7 +31,7 @@ from pyruntime import comm
 from pyruntime.comm import Runtime
 from pyruntime.comm.exchange import first_line
 from pyruntime.llama import Llama, generate, origin, save_hf
-from pyruntime.llama.adapter_files import save_adapters
+from pyruntime.llama.adapter_files import adapter_files, save_adapters
 from pyruntime.llama.hf import weight_files
 from pyruntime.overlap.account import table
 from pyruntime.overlap.files import RankLedger
@@ -246,16 +247,23 @@ def _progress(config: RunConfig, runtime: Runtime, stop: StopRequest) -> Progres
 
 
 def _compare_first_weights(config: RunConfig, runtime: Runtime) -> None:
-    """Raises ConfigError on all ranks if the files of model.init_from differ between hosts."""
-    if source := config.model.init_from:
+    """Raises ConfigError on all ranks if the files of model.init_from or lora.init_from differ between
+    hosts."""
+    for option, source, files_of in (
+        ("model.init_from", config.model.init_from, weight_files),
+        ("lora.init_from", config.lora.init_from, adapter_files),
+    ):
+        if not source:
+            continue
         doing = f"Comparing the files of {source}"
+        look = functools.partial(_files, option, source, files_of)
+        found = on_every_rank(runtime.world, doing, look)
+        agreement.check_files(runtime.world, doing, f"{option}={source}", found)
 
-        def find() -> list[Path]:
-            with refusing("model.init_from: ", (ValueError, OSError)):
-                return sorted(weight_files(Path(source)))
 
-        found = on_every_rank(runtime.world, doing, find)
-        agreement.check_files(runtime.world, doing, f"model.init_from={source}", found)
+def _files(option: str, source: str, files_of: Callable[[Path], set[Path]]) -> list[Path]:
+    with refusing(f"{option}: ", (ValueError, OSError)):
+        return sorted(files_of(Path(source)))
 
 
 def _introduce(job: RankRun, begun: Beginning, tuned: str) -> None:

@@ -248,6 +248,12 @@ def test_a_run_leaves_adapters_that_peft_reads_and_that_merge(ranks, tmp_path, s
     onward = jobs.changed(config, "lora", init_from=str(folder / "adapter"))
     onward = jobs.changed(onward, "parallel", tp=2, pp=1)
     assert ranks.run(validated, 2, onward)[0] == pytest.approx(last["val_loss"], abs=1e-4)
+    onward = jobs.changed(onward, "output", run_dir=str(tmp_path / "onward"))
+    (again, _) = ranks.run(whole_run, 2, onward)
+    assert (again / "adapter" / "adapter_model.safetensors").is_file()
+    (folder / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(RankError, match=r"lora\.init_from: .* holds no adapter_model\.safetensors"):
+        ranks.run(whole_run, 2, jobs.changed(onward, "output", run_dir=str(tmp_path / "never")))
 
 
 def validated(group, config):
