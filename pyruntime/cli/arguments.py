@@ -179,7 +179,12 @@ def _check_names(argv: list[str], known: Sequence[str], program: str) -> None:
 
 
 def _nearest(asked: str, known: Sequence[str]) -> str:
-    """Returns the name whose last part resembles that of `asked`; of several, the most similar as a whole."""
+    """Returns the name whose last part resembles that of `asked`; of several, the most similar as a whole. If
+    `asked` has one part, a very similar name of one part comes first."""
+    if "." not in asked:
+        alone = [name for name in known if "." not in name]
+        if close := difflib.get_close_matches(asked, alone, n=1, cutoff=0.8):
+            return close[0]
     ends = {name: name.rpartition(".")[2] for name in known}
     close = difflib.get_close_matches(asked.rpartition(".")[2], sorted(set(ends.values())), n=1)
     alike = [name for name in known if ends[name] in close]
