@@ -31,6 +31,7 @@ from pyruntime.train.model_of_run import make_model
 from pyruntime.train.resolved import ResolvedRun, resolve, settled
 from pyruntime.train.shape import llama_config
 from pyruntime.train.signals import StopRequest
+from tests.transports import take
 
 
 def job(folder: Path, **train) -> RunConfig:
@@ -102,6 +103,19 @@ def runtime(group, config: RunConfig) -> comm.Runtime:
             mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         _runtimes[key] = comm.Runtime(mesh)
     return _runtimes[key]
+
+
+def between_hosts(group, config: RunConfig, case):
+    """Returns case(group, config) on a mesh whose chunks of tp, dp and cp travel as between hosts."""
+    made = runtime(group, config)
+    axes = [axis.group for axis in (made.tp, made.dp, made.cp) if axis.size > 1]
+    for axis in axes:
+        take(axis, "process_group")
+    try:
+        return case(group, config)
+    finally:
+        for axis in axes:
+            take(axis, "symmetric_memory")
 
 
 def trainer(group, config: RunConfig, stop: StopRequest | None = None) -> Trainer:

@@ -98,6 +98,14 @@ def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
     assert parity.difference(found[0], whole[micro_batches]) <= parity.TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["tp2 dp2 zero3", "tp2 cp2 zero2"])
+@pytest.mark.second_tier
+def test_so_they_are_between_hosts(ranks, config, whole, name):
+    micro_batches, sizes = MESHES[name]
+    found = ranks.run(jobs.between_hosts, 4, on_mesh(config, micro_batches, **sizes), steps_of)
+    assert parity.difference(found[0], whole[micro_batches]) <= parity.TOLERANCE
+
+
 @pytest.mark.second_tier
 def test_a_run_is_resumed_on_other_meshes(ranks, config, tmp_path):
     """Three steps on four ranks, then three on other numbers of ranks, are six on one."""

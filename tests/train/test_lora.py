@@ -127,6 +127,14 @@ def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
     assert parity.difference(found[0], whole[micro_batches]) <= parity.TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["tp2 dp2 zero3", "tp2 cp2 zero2"])
+@pytest.mark.second_tier
+def test_so_they_are_between_hosts(ranks, config, whole, name):
+    micro_batches, sizes = MESHES[name]
+    found = ranks.run(jobs.between_hosts, 4, on_mesh(config, micro_batches, **sizes), steps_of)
+    assert parity.difference(found[0], whole[micro_batches]) <= parity.TOLERANCE
+
+
 def held(group, config):
     """Names of the parameters whose gradients travel; bytes of optimizer states and saved weights, and those
     that this rank reads from data-parallel ranks in a step; the frozen weights before and after."""
