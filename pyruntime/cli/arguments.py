@@ -50,7 +50,11 @@ def parse(
     program = f"python -m pyruntime {command}"
     known = dict(_names(cls))
     _check_names(argv, [*known, *others], program)
-    argv = _with_python_s_truth(argv, [name for name, kind in known.items() if kind in (bool, bool | None)])
+    switches = [name for name, kind in known.items() if kind in (bool, bool | None)]
+    for argument, following in itertools.pairwise([*argv, "--"]):
+        if flag_name(argument) in switches and "=" not in argument and following.startswith("--"):
+            raise ConfigError(f"{argument} needs a value, true or false; see {program} --help.")
+    argv = _with_python_s_truth(argv, switches)
     out, err = io.StringIO(), io.StringIO()
     start: dict[str, Any] = {} if default is None else {"default": default}
     try:
@@ -186,7 +190,7 @@ def _nearest(asked: str, known: Sequence[str]) -> str:
         if close := difflib.get_close_matches(asked, alone, n=1, cutoff=0.8):
             return close[0]
     ends = {name: name.rpartition(".")[2] for name in known}
-    close = difflib.get_close_matches(asked.rpartition(".")[2], sorted(set(ends.values())), n=1)
+    close = difflib.get_close_matches(asked.rpartition(".")[2], sorted(set(ends.values())), n=1, cutoff=0.7)
     alike = [name for name in known if ends[name] in close]
     return max(alike, key=lambda name: difflib.SequenceMatcher(None, asked, name).ratio(), default="")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from pyruntime.cli.environment import check_started, started_ranks
 from pyruntime.train import validate
 from pyruntime.train.data.tokenizer import Tokenizer, load_beside, prompt_ids
 from pyruntime.train.errors import ConfigError, refusing
+from pyruntime.train.validate.model_folder import check_model_folder
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +68,7 @@ def main(argv: list[str]) -> None:
     options = parse(GenerateOptions, argv, "generate", DESCRIPTION)
     check(options)
     check_started()
+    check_model_folder("--checkpoint", options.checkpoint)
     world_size = started_ranks()
     if options.chat and not options.prompt and world_size > 1:
         raise ConfigError(
@@ -120,8 +121,6 @@ def _show(piece: str, *, alone: bool) -> bool:
 
 def check(options: GenerateOptions) -> None:
     """Raises ConfigError for options that are wrong by themselves."""
-    if not os.path.isdir(options.checkpoint):
-        raise ConfigError(f"--checkpoint {options.checkpoint}: there is no such folder.")
     check_at_least(options, 1, "tokens")
     check_at_least(options, 0, "threads")
     validate.check_seed("--seed", options.seed)

@@ -272,7 +272,8 @@ class LlamaConfig:
         if model_type not in tuple(ARCHITECTURES):  # it may be a list
             raise ValueError(
                 f"config.json describes model_type={short_repr(model_type)}; only "
-                f"{', '.join(map(repr, ARCHITECTURES))} can be loaded."
+                f"{', '.join(map(repr, ARCHITECTURES))} can be loaded; other models train in a loop of "
+                "your own, with pyruntime.parallelize."
             )
         if hf.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ValueError(

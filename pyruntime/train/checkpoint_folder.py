@@ -181,7 +181,7 @@ def read_matching(checkpoint: Path, wanted: CheckpointFacts) -> CheckpointFacts:
         if found.get(name) != value:
             raise ConfigError(
                 f"checkpoint.resume: {checkpoint} was saved with {name}={found.get(name)}, but the "
-                f"configuration asks for {name}={value}."
+                f"configuration asks for {name}={value}; resume with what was saved, or start a new run."
             )
     return facts
 

@@ -14,6 +14,7 @@ from pyruntime.comm.groups import crosses_hosts
 from pyruntime.context import Context
 from pyruntime.llama import Llama, load_weights
 from pyruntime.llama.adapter_files import load_adapters
+from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.elementwise import NoCompiler
 from pyruntime.llama.hf import check_shapes, read_config, saved_dtype
 from pyruntime.nn import RouterLosses
@@ -142,3 +143,17 @@ def words_of_dtype(config: RunConfig) -> str:
     if came == leaves:
         return ""
     return f"dtype  weights came as {came} and leave as {leaves}, which is train.dtype={config.train.dtype}"
+
+
+def words_of_positions(config: RunConfig) -> str:
+    """A line for the log if sequences are longer than those that model.init_from was made for; else empty."""
+    source, seq_len = Path(config.model.init_from), config.train.seq_len
+    if not config.model.init_from or not (source / "config.json").is_file():
+        return ""
+    most = LlamaConfig.from_hf(read_config(source)).max_position_embeddings
+    if seq_len <= most:
+        return ""
+    return (
+        f"length train.seq_len={seq_len} is above max_position_embeddings={most} of {source}, which may not "
+        "know later positions; the model that leaves says the longer one"
+    )

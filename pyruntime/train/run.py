@@ -48,7 +48,7 @@ from pyruntime.train.errors import TrainingError, refusing
 from pyruntime.train.loop import Trainer
 from pyruntime.train.manifest import DamagedError
 from pyruntime.train.metrics import MetricsFile
-from pyruntime.train.model_of_run import make_model, whole_model, words_of_dtype
+from pyruntime.train.model_of_run import make_model, whole_model, words_of_dtype, words_of_positions
 from pyruntime.train.planned import planned, predicted
 from pyruntime.train.progress import Progress
 from pyruntime.train.ranks import on_every_rank, on_rank_0, told_to_all
@@ -272,6 +272,7 @@ def _introduce(job: RankRun, begun: Beginning, tuned: str) -> None:
     job.say(first_lines(run, job.text, job.run_dir, job.runtime))
     job.say(tuned and f"tuning {tuned}")
     job.say(words_of_dtype(run.config))
+    job.say(words_of_positions(run.config))
     if before:
         goes = f"goes on with {start_at}" if start_at else f"begins anew in {before.run_dir}"
         job.say(f"again  its launcher has started this job anew, which {goes}")

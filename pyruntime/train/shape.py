@@ -46,7 +46,8 @@ def llama_config(model: Model, vocab_needed: int, seq_len: int, tp: int, tp_y: i
 
     Raises ConfigError if the sizes do not fit each other, the tokenizer or the number of ranks.
     """
-    with refusing("[model]: ", (ValueError, OSError)):
+    asked = f"model.init_from {model.init_from}" if model.init_from else "[model]"
+    with refusing(f"{asked}: ", (ValueError, OSError)):
         shape = _from_checkpoint(model) if model.init_from else _from_preset(model, vocab_needed)
         shape = _with_positions(shape, seq_len)
         shape.check_tp(tp)

@@ -319,6 +319,7 @@ REFUSED = [
     ({"train": {"check_types": True}}, "train.check_types=true does not"),
     ({"model": {"experts": 4}}, "lora.rank=5 does not support a model with experts"),
     ({"lora": {"targets": ("lm_head",)}}, "lora.targets names lm_head"),
+    ({"lora": {"targets": ("all",)}}, "or leave it out for all of them."),
     ({"lora": {"targets": ()}}, "lora.targets names no linear"),
     ({"lora": {"targets": ("q_proj", "q_proj")}}, "names a linear twice"),
     ({"lora": {"rank": 0}}, "lora.alpha=20.0 without lora.rank"),
@@ -335,6 +336,14 @@ def test_what_adapters_do_not_support_is_refused(config, changes, words):
     world_size = mesh_of(config, 2).ranks
     with pytest.raises(ConfigError, match=re.escape(words)):
         check(config, world_size)
+
+
+def test_the_folder_of_a_run_in_place_of_its_adapters_is_refused_with_theirs(config, tmp_path):
+    (tmp_path / "run" / "adapter").mkdir(parents=True)
+    (tmp_path / "run" / "adapter" / "adapter_config.json").touch()
+    asked = jobs.changed(config, "lora", init_from=str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=re.escape(f"give {tmp_path}/run/adapter.")):
+        check(asked, mesh_of(asked, 2).ranks)
 
 
 def test_the_plan_counts_frozen_weights_and_adapters():

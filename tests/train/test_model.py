@@ -1,5 +1,6 @@
 """The model that a configuration asks for, or one sentence why there is none."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 
 from pyruntime.llama import Llama
 from pyruntime.llama.presets import PRESETS
-from pyruntime.train.config import Model
+from pyruntime.train.config import Model, RunConfig, Train
 from pyruntime.train.errors import ConfigError
+from pyruntime.train.model_of_run import words_of_positions
 from pyruntime.train.shape import llama_config
 
 
@@ -24,6 +26,16 @@ def test_a_preset_takes_the_tokenizers_vocabulary_and_the_given_sizes():
 def test_a_checkpoint_fixes_the_shape(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PRESETS["debug"].to_hf()))
     assert llama_config(Model(init_from=str(tmp_path)), 256, 64, tp=1) == PRESETS["debug"]
+
+
+@pytest.mark.parametrize("seq_len", [256, 300])
+def test_sequences_beyond_the_positions_of_a_checkpoint_are_told(tmp_path, seq_len):
+    shape = dataclasses.replace(PRESETS["debug"], max_position_embeddings=256)
+    (tmp_path / "config.json").write_text(json.dumps(shape.to_hf()))
+    config = RunConfig(model=Model(init_from=str(tmp_path)), train=Train(seq_len=seq_len))
+    assert llama_config(config.model, 256, seq_len, tp=1).max_position_embeddings == seq_len
+    assert ("max_position_embeddings=256" in words_of_positions(config)) == (seq_len > 256)
+    assert not words_of_positions(RunConfig(train=Train(seq_len=4096)))
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,8 @@ def test_a_foreign_checkpoint_is_refused_in_one_sentence(ranks, tmp_path):
 
     other = jobs.changed(longer, "model", hidden_size=32)
     assert ranks.run(refused, 2, other, saved)[0].endswith(
-        "was saved with hidden_size=64, but the configuration asks for hidden_size=32."
+        "was saved with hidden_size=64, but the configuration asks for hidden_size=32; resume with what was "
+        "saved, or start a new run."
     )
     lower = jobs.changed(longer, "train", dtype="bf16")
     assert "was saved with train.dtype=fp32" in ranks.run(refused, 2, lower, saved)[1]

@@ -98,7 +98,7 @@ def with_value(key, value):
             "/nowhere/tokenizer.json",
             "data.tokenizer: /nowhere/tokenizer.json is no file and no folder;",
         ),
-        ("model.init_from", "/nowhere", "model.init_from: /nowhere holds no config.json;"),
+        ("model.init_from", "/nowhere", "model.init_from: /nowhere: there is no such folder;"),
         ("checkpoint.resume", "/nowhere", "checkpoint.resume: the folder /nowhere does not exist;"),
         ("checkpoint.keep", 0, "checkpoint.keep must be at least 1, found 0."),
         ("checkpoint.every_steps", -1, "checkpoint.every_steps must not be negative, found -1."),
@@ -196,6 +196,42 @@ def test_slices_of_a_pipeline_are_refused_where_context_ranks_cannot_share_them(
     with pytest.raises(ConfigError) as refused:
         validate.check(config, 4)
     assert named in str(refused.value)
+
+
+FOLDERS = {
+    "nowhere": ((), "there is no such folder; download or save the model"),
+    "empty": (("note",), "it holds no config.json; give a Hugging Face folder"),
+    "run": (("model/config.json",), "it is the folder of a run; give FOLDER/model."),
+    "lora": (("adapter/adapter_config.json",), "convert --source FOLDER --target merged --merge true"),
+    "adapter": (("adapter_config.json",), "it holds adapters and no model; merge them"),
+    "model": (("config.json", "adapter_config.json"), ""),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_another_folder_than_a_model_s_is_refused_with_what_to_give(tmp_path, name):
+    files, words = FOLDERS[name]
+    folder = tmp_path / name
+    for each in files:
+        (folder / each).parent.mkdir(parents=True, exist_ok=True)
+        (folder / each).touch()
+    config = with_value("model.init_from", str(folder))
+    if not words:
+        validate.check(config, 1)
+        return
+    with pytest.raises(ConfigError) as refused:
+        validate.check(config, 1)
+    assert str(refused.value).startswith(f"model.init_from: {folder}: ")
+    assert words.replace("FOLDER", str(folder)) in str(refused.value)
+
+
+@pytest.mark.parametrize("key, value", [("train.patience", 2), ("checkpoint.keep_best", True)])
+def test_what_needs_validations_is_refused_without_them(key, value):
+    config = with_value(key, value)
+    validate.check(config, 1)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, val_every=0))
+    with pytest.raises(ConfigError, match=r"needs validations during the run, and train\.val_every=0"):
+        validate.check(config, 1)
 
 
 def test_two_warm_ups_are_refused():

@@ -28,6 +28,11 @@ from pyruntime.train.errors import ConfigError
 
 KEYS = ("messages", "conversations", "prompt", "completion", "system", "tools")
 """Keys of a line, and columns of a table, that are read."""
+SHAPES = (
+    '"messages", "conversations", or "prompt" and "completion" (Alpaca\'s "instruction" and "input" are a '
+    'prompt, its "output" is a completion)'
+)
+"""The keys of a line in an error."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OF_SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 
@@ -36,6 +41,12 @@ def is_conversation(keys: Iterable[str]) -> bool:
     """Whether an object with these keys, or a table with these columns, is or holds conversations."""
     keys = set(keys)
     return bool(keys & {"messages", "conversations"}) or {"prompt", "completion"} <= keys
+
+
+def is_example(keys: Iterable[str]) -> bool:
+    """Whether these are keys of a conversation, of Alpaca's shape, or of an answer and a worse one."""
+    keys = set(keys)
+    return is_conversation(keys) or {"instruction", "output"} <= keys or {"chosen", "rejected"} <= keys
 
 
 def conversation_of(content: dict[str, Any]) -> bytes:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from pyruntime.train.data import tables
 from pyruntime.train.data.chat_template import BadConversation
-from pyruntime.train.data.conversations import KEYS, conversation_of, is_conversation
+from pyruntime.train.data.conversations import KEYS, SHAPES, conversation_of, is_conversation, is_example
 from pyruntime.train.errors import ConfigError
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -200,8 +200,31 @@ def _is_chat(source: SourceFile, field: str) -> bool:
         except (ValueError, RecursionError):
             return False
     else:
+        _check_no_examples(source.path)
         return False
     return isinstance(keys, dict) and not isinstance(keys.get(field), str) and is_conversation(keys)
+
+
+def _check_no_examples(path: Path) -> None:
+    """Raises ConfigError for a .json or .csv file whose first object or columns are examples to learn from,
+    which would be read as plain text."""
+    suffix = path.suffix.lower()
+    if suffix not in (".json", ".csv"):
+        return
+    with reading(path), open(path, "rb") as file:
+        begin = file.read(BLOCK_BYTES).decode("utf-8-sig", errors="replace")
+    keys: object = None
+    if suffix == ".csv":
+        keys = [name.strip(' "\r') for name in begin.partition("\n")[0].split(",")]
+    else:
+        with contextlib.suppress(ValueError, RecursionError):
+            keys, _ = json.JSONDecoder().raw_decode(begin.lstrip().removeprefix("[").lstrip())
+            keys = keys if isinstance(keys, dict) else None
+    if isinstance(keys, list | dict) and is_example(keys):
+        raise ConfigError(
+            f"data.paths: {path} holds {', '.join(list(keys)[:4])}, but a {suffix} file is plain text; write "
+            f"each as a line of a .jsonl file, with the keys {SHAPES}."
+        )
 
 
 def _look(path: Path) -> tuple[SourceFile, bool]:
@@ -307,7 +330,9 @@ def _lines(source: SourceFile, span: FileSpan, field: str) -> Iterator[Document]
             if line.strip() and source.is_chat:
                 try:
                     yield _conversation(_object_of(line), span.source, offset)
-                except (_NoText, BadConversation) as finding:
+                except _NoText as finding:
+                    raise ConfigError(f"{place_of(source, offset)} {finding}.") from None
+                except BadConversation as finding:
                     raise ConfigError(f"{place_of(source, offset)}: {finding}.") from None
             elif line.strip():
                 try:
@@ -315,7 +340,8 @@ def _lines(source: SourceFile, span: FileSpan, field: str) -> Iterator[Document]
                 except _NoText as finding:
                     raise ConfigError(
                         f"data.paths: {path}, line {_line_number(path, offset)} {finding}; every line of a "
-                        f'{path.suffix} file must be an object with a string "{field}".'
+                        f'{path.suffix} file must be an object with a string "{field}" (data.field), or a '
+                        f"conversation, with the keys {SHAPES}."
                     ) from None
                 if text:
                     yield _whole(text, span.source, offset)
@@ -388,7 +414,8 @@ def _object_of(line: bytes) -> dict[str, Any]:
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise _NoText(f"is no JSON ({error})") from None
+        where = f", character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else ""
+        raise _NoText(f"is no JSON ({getattr(error, 'msg', error)}{where})") from None
     if not isinstance(content, dict):
         raise _NoText(f"holds no object but {_kind(content)}")
     return content

@@ -298,7 +298,9 @@ def write(
             tokens = _finish(pool, runs, [work.run(task.number) for task in runs], ran)
             if not tokens:
                 names = ", ".join(str(source.path) for source in sources[:3])
-                lacks = "has a turn to learn" if work.is_chat else "holds text"
+                lacks = "holds text"
+                if work.is_chat:
+                    lacks = "has a turn to learn, which is one of the assistant (gpt) and not of weight 0"
                 raise ConfigError(f"data.paths: no line of {names} {lacks}.")
             number = -(-tokens // SHARD_TOKENS)
             shards = [Task(each, number) for each in range(number)]

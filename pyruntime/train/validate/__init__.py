@@ -23,6 +23,7 @@ from pyruntime.train.data.order import BLOCK
 from pyruntime.train.data.tokenizer import check_named
 from pyruntime.train.errors import require
 from pyruntime.train.validate.adapter_options import check_lora
+from pyruntime.train.validate.model_folder import check_model_folder
 from pyruntime.train.validate.rebalance import check_rebalance
 from pyruntime.train.validate.replicas import check_compression, check_data_parallel, check_weight_wire
 from pyruntime.train.validate.sequences import check_context, check_pipeline, check_slices, check_tp_wire
@@ -175,6 +176,15 @@ def _check_train(config: RunConfig) -> None:
         f"optimizer.rounding=stochastic needs bf16 weights, and train.dtype={train.dtype}; leave out "
         "optimizer.rounding.",
     )
+    for asked, is_asked in (
+        (f"train.patience={train.patience}", train.patience > 0),
+        ("checkpoint.keep_best=true", config.checkpoint.keep_best),
+    ):
+        require(
+            not is_asked or train.val_every > 0,
+            f"{asked} needs validations during the run, and train.val_every=0 gives one at its end; set "
+            "train.val_every.",
+        )
     ranks = f" times parallel.dp={dp}" if dp > 1 else ""
     unit = train.micro_batch_size * dp
     require(
@@ -266,13 +276,8 @@ def _check_files(config: RunConfig) -> None:
         )
     if config.data.tokenizer:
         check_named("data.tokenizer", config.data.tokenizer)
-    folder = config.model.init_from
-    if folder:
-        require(
-            os.path.isfile(os.path.join(folder, "config.json")),
-            f"model.init_from: {folder} holds no config.json; give the folder of a Hugging Face Llama "
-            "checkpoint.",
-        )
+    if config.model.init_from:
+        check_model_folder("model.init_from:", config.model.init_from)
     resume = config.checkpoint.resume
     auto = resume == AUTO
     require(

@@ -25,7 +25,11 @@ def check_lora(config: RunConfig) -> None:
         return
     known = ", ".join(LORA_TARGETS)
     wrong = [name for name in lora.targets if name not in LORA_TARGETS]
-    require(not wrong, f"lora.targets names {', '.join(wrong)}, which no layer has; use some of {known}.")
+    require(
+        not wrong,
+        f"lora.targets names {', '.join(wrong)}, which no layer has; use some of {known}, or leave it "
+        "out for all of them.",
+    )
     require(bool(lora.targets), f"lora.targets names no linear, so nothing would train; use some of {known}.")
     require(
         len(set(lora.targets)) == len(lora.targets),
@@ -47,9 +51,12 @@ def check_lora(config: RunConfig) -> None:
             not is_asked,
             f"{name} does not support low-rank adapters, and {asked} asks for them; leave one of them out.",
         )
+    folder = os.path.join(lora.init_from, "adapter")  # of a run
+    if not os.path.isfile(os.path.join(folder, CONFIG)):
+        folder = "the folder of adapters in peft's format"
     require(
         not lora.init_from or os.path.isfile(os.path.join(lora.init_from, CONFIG)),
-        f"lora.init_from: {lora.init_from} holds no {CONFIG}; give the folder of adapters in peft's format.",
+        f"lora.init_from: {lora.init_from} holds no {CONFIG}; give {folder}.",
     )
 
 

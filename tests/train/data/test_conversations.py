@@ -251,7 +251,7 @@ def test_a_turn_of_weight_0_and_the_turns_of_a_prompt_are_not_learned(opened):
 
 
 BAD = {
-    "no JSON": ('{"messages": [', "is no JSON"),
+    "no JSON": ('{"messages": [', "line 3 is no JSON (Expecting value, character "),
     "no object": ("[1]", "holds no object"),
     "no turns": ('{"messages": []}', 'its "messages" is no list of turns, found []'),
     "another key": ('{"text": "a"}', 'holds no "messages", no "prompt" and "completion", found text'),
@@ -275,6 +275,13 @@ def test_a_bad_conversation_is_named_by_its_line(tmp_path, name):
     with pytest.raises(ConfigError) as error:
         open_chats(tmp_path, path, JsonTokenizer(folder))
     assert f"{path}, line 3" in str(error.value) and finding in str(error.value)
+
+
+def test_conversations_without_an_answer_are_refused_and_the_error_says_what_one_is(tmp_path, chatml):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join([json.dumps({"messages": [turn("user", "a")]})] * 5))
+    with pytest.raises(ConfigError, match="has a turn to learn, which is one of the assistant"):
+        open_chats(tmp_path, path, ByteTokenizer(), chat_template=chatml)
 
 
 def open_chats(tmp_path, path, tokenizer, seq_len=64, **rest):

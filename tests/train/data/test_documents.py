@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import multiprocessing
 import os
 import re
@@ -56,8 +57,46 @@ def test_a_line_without_text_is_refused_by_file_and_number(tmp_path, line, findi
         build([path], tmp_path)
     message = str(refused.value)
     assert message.startswith(f"data.paths: {path}, line 3 {finding}")
-    assert message.endswith('every line of a .jsonl file must be an object with a string "text".')
+    assert 'every line of a .jsonl file must be an object with a string "text" (data.field), or' in message
+    assert '"messages"' in message and '"instruction"' in message
     assert not list((tmp_path / "cache").iterdir())
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+EXAMPLES = {
+    "a list.json": json.dumps([{"id": 3} | CHAT] * 3),
+    "indented.json": "\ufeff\n" + json.dumps([CHAT] * 3, indent=2),
+    "lines.JSON": "\n".join([json.dumps(CHAT)] * 3),
+    "Alpaca.json": json.dumps([{"instruction": "a", "input": "", "output": "b"}] * 3),
+    "pairs.json": json.dumps([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 3),
+    "table.csv": '"prompt","completion"\r\na,b\r\n',
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("of_folder", [False, True])
+def test_examples_in_files_that_would_be_plain_text_are_refused(tmp_path, name, of_folder):
+    path = tmp_path / "data" / name
+    path.parent.mkdir()
+    path.write_text(EXAMPLES[name])
+    with pytest.raises(ConfigError, match="is plain text; write each as a line") as refused:
+        build([path.parent if of_folder else path], tmp_path)
+    assert str(refused.value).startswith(f"data.paths: {path} holds ")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("settings.json", json.dumps({"name": "a", "prompt": "b", "scripts": ["c"] * 50})),
+        ("list.json", json.dumps([{"name": f"package {n}"} for n in range(50)])),
+        ("damaged.json", '[{"messages": [' + "words " * 50),
+        ("empty list.json", "[]" + " " * 200),
+        ("table.csv", "a,b\n" + "1,2\n" * 50),
+    ],
+)
+def test_other_files_of_json_and_csv_are_text(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    assert everything(build([tmp_path / name], tmp_path)) == content.encode() + b"\0"
 
 
 def test_lines_of_ndjson_are_documents_too(tmp_path):
