@@ -74,6 +74,32 @@ def test_patience_goes_on_in_a_resumed_run(run, tmp_path):
     assert "Ended after step 5 of 8" in said
 
 
+def test_losses_that_are_not_finite_count_over_resumes_too(run, tmp_path):
+    run([math.nan, math.nan], "--train.patience=3", "--train.steps=2")
+    said = run([math.nan] * 4, "--train.patience=3", f"--checkpoint.resume={tmp_path / 'run'}")
+    assert "Ended after step 3 of 8: the validation loss was not lower in 3 validations" in said
+    assert "(train.patience); none was finite." in said
+
+
+@pytest.mark.parametrize("losses, whose", [([2.5], "3"), ([2.5, 1.5], "5")], ids=["older", "last"])
+def test_a_best_checkpoint_that_is_damaged_is_not_the_model(run, tmp_path, losses, whose):
+    flags = ["--checkpoint.keep_best=true", "--checkpoint.keep=3", "--optimizer.lr=0.01"]
+    run([3.0, 1.0, 2.0], *flags, "--train.steps=3", "--train.val_every=1")
+    (file,) = (tmp_path / "run/checkpoints/step-000002").glob("rank-*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    file.write_bytes(content)
+    again, steps = f"--checkpoint.resume={tmp_path / 'run'}", f"--train.steps={3 + len(losses)}"
+    said = run(losses, *flags, steps, again)
+    assert f"{file} is damaged: its content is not what was saved" in said
+    assert f"The model has the weights of step-00000{whose}, whose validation loss is" in said
+    assert f"the checkpoint with the lowest, 1.0000, is damaged or not in {tmp_path / 'run'}." in said
+    source = ["--source", str(tmp_path / f"run/checkpoints/step-00000{whose}")]
+    assert main(["convert", *source, "--target", str(tmp_path / "same")]) == 0
+    found, same = (load_file(tmp_path / name / "model.safetensors") for name in ("run/model", "same"))
+    assert all(found[name].equal(same[name]) for name in same)
+
+
 def test_a_run_whose_last_step_is_the_best_keeps_its_weights(run, tmp_path):
     said = run([3.0, 2.0, 1.0], "--checkpoint.keep_best=true", "--train.steps=3", "--train.patience=2")
     assert "Ended" not in said and "has the weights of" not in said and steps_in(tmp_path / "run") == [2, 3]
