@@ -392,10 +392,12 @@ def finish(job: RankRun) -> None:
     is_first_tp = runtime.world.rank() < runtime.sizes.tp
     job.trainer.close()
     best = _best(job)
-    if (is_pipeline or best) and is_first_tp:
+    if is_pipeline and is_first_tp:
         source = best or job.trainer.checkpoint
         assert source is not None  # a run that takes no step has been resumed
         job.model = whole_model(job.run, runtime, source)
+    elif best and is_first_tp:
+        checkpoint.load_weights(best, job.model, comm.process_group(runtime.tp))
     if is_first_tp:
         _save_model(job)
     on_rank_0(runtime.world, "Writing the report", lambda: _write_report(job))

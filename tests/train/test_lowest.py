@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import pytest
 from safetensors.torch import load_file
@@ -10,6 +11,8 @@ from safetensors.torch import load_file
 from pyruntime.cli import main
 from pyruntime.train import checkpoint_folder
 from pyruntime.train.loop import Trainer
+from pyruntime.train.run import run as train
+from pyruntime.train.signals import StopRequest
 from pyruntime.train.watching.lowest import LowestLoss
 from tests.train import jobs
 
@@ -116,6 +119,40 @@ def test_all_ranks_end_at_one_step(ranks, tmp_path, mesh):
     for steps in ranks.run(jobs.history, 4, config):
         assert [each.step for each in steps] == [1, 2, 3, 4, 5, 6]
         assert len({each.val_loss for each in steps[1::2]}) == 1
+
+
+def run_of(group, config, losses):
+    given = iter(losses)
+    with patch.object(Trainer, "validate", lambda self: {self._corpus.sets[0].name: (next(given), 10)}):
+        return train(config, "best", jobs.runtime(group, config), StopRequest())
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("mesh", [{"dp": 4, "zero": 3}, {"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}], ids=str)
+@pytest.mark.second_tier(but=["{'dp': 4, 'zero': 3}-0"])
+def test_the_best_weights_of_all_ranks_become_the_model(ranks, tmp_path, mesh, rank):
+    config = jobs.job(tmp_path, steps=4, seq_len=32, val_every=1, batch_size=8, dtype="bf16")
+    config = jobs.changed(config, "parallel", **{"tp": 1} | mesh)
+    config = jobs.changed(config, "checkpoint", keep_best=True, keep=1)
+    if rank:
+        config = jobs.changed(config, "lora", rank=rank)
+    folder = ranks.run(run_of, 4, config, [3.0, 1.0, 2.0, 2.5])[0]
+    assert steps_in(folder) == [2, 4]
+    (written,) = (folder / ("adapter" if rank else "model")).glob("*.safetensors")
+    saved = {}
+    for step in (2, 4):
+        source = ["--source", str(folder / "checkpoints" / f"step-{step:06d}")]
+        assert main(["convert", *source, "--target", str(tmp_path / f"{step}")]) == 0
+        saved[step] = load_file(tmp_path / f"{step}" / written.name)
+    found = load_file(written)
+    assert all(found[name].equal(tensor) for name, tensor in saved[2].items())
+    assert not all(found[name].equal(tensor) for name, tensor in saved[4].items())
+
+
+def test_one_validation_alone_has_no_lowest(capsys):
+    for asked in ("--train.patience=2", "--checkpoint.keep_best=true"):
+        assert main(["train", "--train.val_every=0", "--dry-run=1", asked]) == 2
+        assert "there is only the one after the last step; give train.val_every." in capsys.readouterr().err
 
 
 def test_replicas_that_are_apart_are_refused(tmp_path, capsys):
