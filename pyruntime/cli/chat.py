@@ -66,7 +66,12 @@ def before(ending: str, pieces: Iterator[str]) -> Iterator[str]:
 
 
 def questions() -> Iterator[str]:
-    """Yields the lines of the standard input that are not empty, until it ends (Ctrl-D)."""
+    """Yields the lines of the standard input that are not empty, until it ends (Ctrl-D). Raises ConfigError
+    if it is closed."""
+    if sys.stdin is None:
+        raise ConfigError(
+            "--chat without --prompt reads questions from the standard input, which is closed; give --prompt."
+        )
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)

@@ -41,6 +41,15 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None,),
     "exclude_modules": (None, []),
     "trainable_token_indices": (None,),
+    # Others, such as "pissa", take a part out of the base model's weights.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+    "target_parameters": (None, []),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None, False),
+    "use_qalora": (False,),
 }
 """Settings of peft that change what adapters compute, with their values here; a missing one has the first."""
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-from pyruntime.nn.weight_files import find_tensors
+from pyruntime.nn.weight_files import find_tensors, open_tensors
 
 FOLDER = "came_with"
 """Folder of a run with the files of its model.init_from, except weights."""
@@ -23,8 +22,8 @@ TEMPLATES = "additional_chat_templates"
 CONFIG = "config.json"
 OURS = ("dtype", "torch_dtype", "max_position_embeddings", "vocab_size")
 """Keys of config.json that describe the written model; all others keep the original model's values."""
-_READ = 1 << 16
-"""Bytes at the end of each file of weights that its fingerprint is of."""
+_READ = 1 << 12
+"""Bytes at the end of each tensor that the fingerprint of weights is of."""
 _WEIGHTS = (
     ".safetensors",
     ".bin",
@@ -57,14 +56,19 @@ def why_without(folder: Path) -> str:
 
 
 def fingerprint(source: Path) -> str:
-    """Returns a digest by which the weights in a model's folder are told from others: of their files' sizes
-    and last bytes, which any training changes. Raises ValueError or OSError if the folder is damaged."""
+    """Returns a digest by which the weights in a model's folder are told from others: of their files' headers
+    and each tensor's last bytes, of which any training changes some, also that of single layers or linears.
+    Raises ValueError or OSError if the folder is damaged."""
     digest = hashlib.sha256()
     for path in sorted(set(find_tensors(source).values())):
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _READ))
-            digest.update(f"{size} ".encode() + file.read())
+        with open_tensors(path), open(path, "rb") as file:  # opened twice: the first one checks it
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            digest.update(header)
+            start = file.tell()
+            tensors = [each for name, each in json.loads(header).items() if name != "__metadata__"]
+            for begin, end in sorted(each["data_offsets"] for each in tensors):
+                file.seek(start + max(begin, end - _READ))
+                digest.update(file.read(min(end - begin, _READ)))
     return digest.hexdigest()[:16]
 
 

@@ -103,21 +103,20 @@ def left_over(folder: Path, saved: int, keep: Checkpoint) -> list[Path]:
         if (at := _number(path, "saved_at", -math.inf)) >= last + 3600 * keep.keep_every_h:
             last = at
             older.remove(path)
-    if keep.keep_best and (kept := _best(found)) in older:
-        older.remove(kept)
+    for best, _ in _by_loss(found)[:1] if keep.keep_best else []:
+        older = [path for path in older if path != best]
     return past + older
 
 
-def best(run_dir: Path) -> Path | None:
-    """Returns the complete checkpoint of that run with the lowest validation loss, the earliest of several;
-    None if none has one."""
-    return _best(complete(run_dir / FOLDER))
+def by_loss(run_dir: Path) -> list[tuple[Path, float]]:
+    """Returns the complete checkpoints of that run with a validation loss, and that: the lowest first, and of
+    equal ones the earliest."""
+    return _by_loss(complete(run_dir / FOLDER))
 
 
-def _best(checkpoints: Sequence[Path]) -> Path | None:
-    losses = {path: _number(path, "val_loss", math.inf) for path in checkpoints}
-    found = min(losses, key=losses.__getitem__, default=None)
-    return None if found is None or losses[found] == math.inf else found
+def _by_loss(checkpoints: Sequence[Path]) -> list[tuple[Path, float]]:
+    losses = [(path, _number(path, "val_loss", math.inf)) for path in checkpoints]
+    return sorted([each for each in losses if math.isfinite(each[1])], key=lambda each: each[1])
 
 
 def _number(checkpoint: Path, name: str, default: float) -> float:

@@ -127,8 +127,8 @@ class Trainer:
         self.step, self._deal = found.step, found.deal
         self._samples = found.samples
         self._guard.resume(found.norms, found.skipped, found.in_a_row)
-        if found.lowest_loss is not None:
-            self.lowest.loss, self.lowest.since = found.lowest_loss, found.since_lowest
+        self.lowest.since = found.since_lowest
+        self.lowest.loss = math.inf if found.lowest_loss is None else found.lowest_loss
         moves, layers = self._config.parallel.rebalance == "on", self._config.pipeline.layers
         self._moved = layers if moves and tuple(found.layers) == layers else ()
         self._resumed = folder, self.step

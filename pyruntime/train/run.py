@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import gc
 import itertools
+import math
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ from pyruntime.overlap.account import table
 from pyruntime.overlap.files import RankLedger
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.plan.cluster import find_cluster
-from pyruntime.train import agreement, checkpoint_folder, metrics, resolved, run_folder, scorecard
+from pyruntime.train import agreement, checkpoint, checkpoint_folder, metrics, resolved, run_folder, scorecard
 from pyruntime.train.config import RunConfig, spelled_out
 from pyruntime.train.data import corpus
 from pyruntime.train.data.chat_template import give_template
@@ -355,9 +356,10 @@ def train(job: RankRun, held: contextlib.ExitStack) -> None:
     job.bytes_moved = _bytes_read() - bytes_before
     steps, lowest = job.run.config.train.steps, job.trainer.lowest
     if job.trainer.step < steps and lowest.has_ended:
+        found = f"the lowest was {lowest.loss:.4f}" if math.isfinite(lowest.loss) else "none was finite"
         job.say(
             f"Ended after step {job.trainer.step} of {steps}: the validation loss was not lower in "
-            f"{lowest.since} validations (train.patience); the lowest was {lowest.loss:.4f}."
+            f"{lowest.since} validations (train.patience); {found}."
         )
 
 
@@ -391,10 +393,12 @@ def finish(job: RankRun) -> None:
     is_first_tp = runtime.world.rank() < runtime.sizes.tp
     job.trainer.close()
     best = _best(job)
-    if (is_pipeline or best) and is_first_tp:
+    if is_pipeline and is_first_tp:
         source = best or job.trainer.checkpoint
         assert source is not None  # a run that takes no step has been resumed
         job.model = whole_model(job.run, runtime, source)
+    elif best and is_first_tp:
+        checkpoint.load_weights(best, job.model, comm.process_group(runtime.tp))
     if is_first_tp:
         _save_model(job)
     on_rank_0(runtime.world, "Writing the report", lambda: _write_report(job))
@@ -407,15 +411,36 @@ def finish(job: RankRun) -> None:
 
 
 def _best(job: RankRun) -> Path | None:
-    """Returns the checkpoint with the lowest validation loss, if the run keeps it and went on behind it."""
+    """Returns the whole checkpoint with the lowest validation loss, if the run keeps it and went on behind
+    it. Says so if that is not the lowest loss of all."""
     if not job.run.config.checkpoint.keep_best:
         return None
-    world, find = job.runtime.world, lambda: str(checkpoint_folder.best(job.run_dir) or "")
-    best = Path(on_rank_0(world, "Finding the best checkpoint", find, str))
-    if not best.name or checkpoint_folder.step_of(best) == job.trainer.step:
-        return None
-    job.say(f"The model has the weights of {best.name}, whose validation loss was the lowest.")
-    return best
+    world, lowest = job.runtime.world, job.trainer.lowest.loss
+
+    def find() -> list[tuple[str, float]]:
+        return [(str(path), loss) for path, loss in checkpoint_folder.by_loss(job.run_dir)]
+
+    for name, loss in on_rank_0(world, "Finding the best checkpoint", find, list[tuple[str, float]]):
+        path = Path(name)
+        is_last = checkpoint_folder.step_of(path) == job.trainer.step
+        try:
+            if not is_last:
+                checkpoint.check_files(path, world, job.run.facts)
+        except DamagedError as error:
+            job.say(str(error))
+            continue
+        whose = "whose validation loss was the lowest"
+        if loss > lowest:
+            whose = (
+                f"whose validation loss is {loss:.4f}; the checkpoint with the lowest, {lowest:.4f}, is "
+                f"damaged or not in {job.run_dir}"
+            )
+        if loss > lowest or not is_last:
+            job.say(f"The model has the weights of {path.name}, {whose}.")
+        return None if is_last else path
+    if math.isfinite(lowest):
+        job.say("No whole checkpoint has a validation loss; the model has the weights of the last step.")
+    return None
 
 
 def _save_model(job: RankRun) -> None:

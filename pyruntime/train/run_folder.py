@@ -107,8 +107,9 @@ def make(
             origin.keep(Path(config.model.init_from), run_dir / origin.FOLDER)
         elif start_at and not came.exists() and origin.of_checkpoint(start_at).is_dir():
             origin.keep(origin.of_checkpoint(start_at), came)
-        if config.data.chat_template:
-            shutil.copyfile(config.data.chat_template, run_dir / TEMPLATE_FILE)
+        template, kept = config.data.chat_template, run_dir / TEMPLATE_FILE
+        if template and Path(template).resolve() != kept.resolve():
+            shutil.copyfile(template, kept)
         if not before:
             comm.keep(LIFE, json.dumps(dataclasses.asdict(Life(str(run_dir), time.time()))))
     except OSError as error:

@@ -77,6 +77,12 @@ def test_questions_are_answered_one_after_the_other(model, capsys, monkeypatch):
     assert once.endswith("\n") and said.startswith(once) and len(said) > len(once)
 
 
+def test_a_closed_standard_input_is_said(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["generate", "--checkpoint", str(model), "--chat", "True"]) == 2
+    assert "the standard input, which is closed; give --prompt." in capsys.readouterr().err
+
+
 def test_a_run_gives_its_template_to_the_model_that_it_writes(tmp_path, capsys):
     template, chats, run = tmp_path / "t.jinja", tmp_path / "chats.jsonl", tmp_path / "run"
     template.write_text(TEMPLATE)
@@ -87,6 +93,8 @@ def test_a_run_gives_its_template_to_the_model_that_it_writes(tmp_path, capsys):
     flags += [f"--data.paths={chats}", f"--data.chat_template={template}", f"--output.run_dir={run}"]
     assert main(["train", *flags, "--train.device=cpu", "--output.sample_tokens=0"]) == 0
     assert (run / "model" / TEMPLATE_FILE).read_text() == TEMPLATE
+    flags += [f"--data.chat_template={run / TEMPLATE_FILE}", f"--checkpoint.resume={run}", "--train.steps=3"]
+    assert main(["train", *flags, "--train.device=cpu", "--output.sample_tokens=0"]) == 0
     asked = ["--checkpoint", str(run / "model"), "--chat", "True", "--prompt", "7?", "--tokens", "4"]
     assert main(["generate", *asked]) == 0
     saved = sorted((run / "checkpoints").iterdir())[-1]

@@ -15,6 +15,8 @@ from pyruntime.choices import LORA_TARGETS
 from pyruntime.llama import Llama, load_hf, save_hf
 from pyruntime.llama.adapter_files import CONFIG, WEIGHTS, load_adapters, save_adapters
 from pyruntime.llama.adapters import merge
+from pyruntime.llama.config import LlamaConfig
+from pyruntime.llama.origin import fingerprint
 from pyruntime.llama.tensor_shards import gather_full
 from pyruntime.nn.low_rank import LoRA
 from tests.llama.cases import CASES
@@ -160,6 +162,8 @@ def test_new_adapters_are_the_same_for_any_number_of_ranks_and_have_no_effect(ra
         ("use_dora", True, "only plain LoRA"),
         ("modules_to_save", ["lm_head"], "only plain LoRA"),
         ("bias", "all", "only plain LoRA"),
+        ("init_lora_weights", "pissa", r"init_lora_weights='pissa', and only plain LoRA"),
+        ("alora_invocation_tokens", [5], "only plain LoRA"),
     ],
 )
 def test_other_adapters_are_refused(tmp_path, name, value, words):
@@ -169,6 +173,22 @@ def test_other_adapters_are_refused(tmp_path, name, value, words):
     (tmp_path / CONFIG).write_text(json.dumps(config | {name: value}))
     with pytest.raises(ValueError, match=words):
         load_adapters(model, tmp_path)
+
+
+def test_weights_that_differ_in_one_tensor_have_another_fingerprint(tmp_path):
+    """As after adapters of one kind of linear were merged: the end of the file is as before."""
+    save_hf(Llama(LlamaConfig(64, 256, 64, 1, 4), seed=6), tmp_path)
+    seen, path = {fingerprint(tmp_path)}, tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        save_file(tensors | {name: tensor + 1}, path, metadata={"format": "pt"})
+        seen.add(fingerprint(tmp_path))
+    assert len(seen) == 1 + len(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert fingerprint(tmp_path) in seen
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        fingerprint(tmp_path)
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import pytest
 from safetensors.torch import load_file
@@ -10,6 +11,8 @@ from safetensors.torch import load_file
 from pyruntime.cli import main
 from pyruntime.train import checkpoint_folder
 from pyruntime.train.loop import Trainer
+from pyruntime.train.run import run as train
+from pyruntime.train.signals import StopRequest
 from pyruntime.train.watching.lowest import LowestLoss
 from tests.train import jobs
 
@@ -74,6 +77,32 @@ def test_patience_goes_on_in_a_resumed_run(run, tmp_path):
     assert "Ended after step 5 of 8" in said
 
 
+def test_losses_that_are_not_finite_count_over_resumes_too(run, tmp_path):
+    run([math.nan, math.nan], "--train.patience=3", "--train.steps=2")
+    said = run([math.nan] * 4, "--train.patience=3", f"--checkpoint.resume={tmp_path / 'run'}")
+    assert "Ended after step 3 of 8: the validation loss was not lower in 3 validations" in said
+    assert "(train.patience); none was finite." in said
+
+
+@pytest.mark.parametrize("losses, whose", [([2.5], "3"), ([2.5, 1.5], "5")], ids=["older", "last"])
+def test_a_best_checkpoint_that_is_damaged_is_not_the_model(run, tmp_path, losses, whose):
+    flags = ["--checkpoint.keep_best=true", "--checkpoint.keep=3", "--optimizer.lr=0.01"]
+    run([3.0, 1.0, 2.0], *flags, "--train.steps=3", "--train.val_every=1")
+    (file,) = (tmp_path / "run/checkpoints/step-000002").glob("rank-*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    file.write_bytes(content)
+    again, steps = f"--checkpoint.resume={tmp_path / 'run'}", f"--train.steps={3 + len(losses)}"
+    said = run(losses, *flags, steps, again)
+    assert f"{file} is damaged: its content is not what was saved" in said
+    assert f"The model has the weights of step-00000{whose}, whose validation loss is" in said
+    assert f"the checkpoint with the lowest, 1.0000, is damaged or not in {tmp_path / 'run'}." in said
+    source = ["--source", str(tmp_path / f"run/checkpoints/step-00000{whose}")]
+    assert main(["convert", *source, "--target", str(tmp_path / "same")]) == 0
+    found, same = (load_file(tmp_path / name / "model.safetensors") for name in ("run/model", "same"))
+    assert all(found[name].equal(same[name]) for name in same)
+
+
 def test_a_run_whose_last_step_is_the_best_keeps_its_weights(run, tmp_path):
     said = run([3.0, 2.0, 1.0], "--checkpoint.keep_best=true", "--train.steps=3", "--train.patience=2")
     assert "Ended" not in said and "has the weights of" not in said and steps_in(tmp_path / "run") == [2, 3]
@@ -90,6 +119,40 @@ def test_all_ranks_end_at_one_step(ranks, tmp_path, mesh):
     for steps in ranks.run(jobs.history, 4, config):
         assert [each.step for each in steps] == [1, 2, 3, 4, 5, 6]
         assert len({each.val_loss for each in steps[1::2]}) == 1
+
+
+def run_of(group, config, losses):
+    given = iter(losses)
+    with patch.object(Trainer, "validate", lambda self: {self._corpus.sets[0].name: (next(given), 10)}):
+        return train(config, "best", jobs.runtime(group, config), StopRequest())
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("mesh", [{"dp": 4, "zero": 3}, {"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}], ids=str)
+@pytest.mark.second_tier(but=["{'dp': 4, 'zero': 3}-0"])
+def test_the_best_weights_of_all_ranks_become_the_model(ranks, tmp_path, mesh, rank):
+    config = jobs.job(tmp_path, steps=4, seq_len=32, val_every=1, batch_size=8, dtype="bf16")
+    config = jobs.changed(config, "parallel", **{"tp": 1} | mesh)
+    config = jobs.changed(config, "checkpoint", keep_best=True, keep=1)
+    if rank:
+        config = jobs.changed(config, "lora", rank=rank)
+    folder = ranks.run(run_of, 4, config, [3.0, 1.0, 2.0, 2.5])[0]
+    assert steps_in(folder) == [2, 4]
+    (written,) = (folder / ("adapter" if rank else "model")).glob("*.safetensors")
+    saved = {}
+    for step in (2, 4):
+        source = ["--source", str(folder / "checkpoints" / f"step-{step:06d}")]
+        assert main(["convert", *source, "--target", str(tmp_path / f"{step}")]) == 0
+        saved[step] = load_file(tmp_path / f"{step}" / written.name)
+    found = load_file(written)
+    assert all(found[name].equal(tensor) for name, tensor in saved[2].items())
+    assert not all(found[name].equal(tensor) for name, tensor in saved[4].items())
+
+
+def test_one_validation_alone_has_no_lowest(capsys):
+    for asked in ("--train.patience=2", "--checkpoint.keep_best=true"):
+        assert main(["train", "--train.val_every=0", "--dry-run=1", asked]) == 2
+        assert "there is only the one after the last step; give train.val_every." in capsys.readouterr().err
 
 
 def test_replicas_that_are_apart_are_refused(tmp_path, capsys):
