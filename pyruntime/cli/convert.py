@@ -63,13 +63,23 @@ def main(argv: list[str]) -> None:
                 facts = to_hf(folder, target, runtime, dtype, options.max_file_bytes, merge=options.merge)
             except ConfigError as error:
                 raise ConfigError(str(error).replace("checkpoint.resume: ", "--source: ", 1)) from error
-            if runtime.rank == 0 and (without := origin.why_without(folder)):
-                print(without)
+            notes = [origin.why_without(folder), _better(source, folder)]
+            if runtime.rank == 0:
+                print(*(f"{note}\n" for note in notes if note), sep="", end="")
             said = f"weights of step {facts.step}, for transformers and --model.init_from {target}"
             if facts.adapters and not options.merge:
                 said = f"adapters of step {facts.step}, for peft and --lora.init_from {target}"
         if runtime.rank == 0:
             print(f"{target}: {said}")
+
+
+def _better(source: Path, folder: Path) -> str:
+    """Names the checkpoint of the run `source` with the lowest validation loss; empty if it is `folder`, or
+    if that was named itself."""
+    best = None if source == folder else checkpoint_folder.best(source)
+    if best is None or best == folder:
+        return ""
+    return f"{best} has a lower validation loss than {folder.name}; give it as --source to convert that one."
 
 
 def check(options: ConvertOptions) -> None:

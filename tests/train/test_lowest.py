@@ -70,6 +70,18 @@ def test_a_run_ends_early_and_its_model_is_the_best(run, tmp_path):
     assert all(written[name].equal(best[name].to(written[name].dtype)) for name in best)
 
 
+def test_convert_says_that_another_checkpoint_is_better_than_the_newest(run, tmp_path, capsys):
+    run([3.0, 2.0, 2.5], "--checkpoint.keep_best=true", "--train.steps=3")
+    folder = tmp_path / "run"
+    assert main(["convert", "--source", str(folder), "--target", str(tmp_path / "newest")]) == 0
+    said = capsys.readouterr().out
+    assert f"{folder}/checkpoints/step-000002 has a lower validation loss than step-000003; give it" in said
+    assert "weights of step 3" in said
+    best = str(folder / "checkpoints" / "step-000002")
+    assert main(["convert", "--source", best, "--target", str(tmp_path / "best")]) == 0
+    assert "lower validation loss" not in capsys.readouterr().out
+
+
 def test_patience_goes_on_in_a_resumed_run(run, tmp_path):
     run([3.0, 2.0, 2.5], "--train.patience=3", "--train.steps=3")
     again = f"--checkpoint.resume={tmp_path / 'run'}"
