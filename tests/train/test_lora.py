@@ -311,6 +311,7 @@ REFUSED = [
     ({"train": {"check_types": True}}, "train.check_types=true does not"),
     ({"model": {"experts": 4}}, "lora.rank=5 does not support a model with experts"),
     ({"lora": {"targets": ("lm_head",)}}, "lora.targets names lm_head"),
+    ({"lora": {"targets": ("q_proj,v_proj",)}}, "lora.targets=q_proj,v_proj is one name with a comma"),
     ({"lora": {"targets": ()}}, "lora.targets names no linear"),
     ({"lora": {"targets": ("q_proj", "q_proj")}}, "names a linear twice"),
     ({"lora": {"rank": 0}}, "lora.alpha=20.0 without lora.rank"),

@@ -25,6 +25,11 @@ def check_lora(config: RunConfig) -> None:
         return
     known = ", ".join(LORA_TARGETS)
     wrong = [name for name in lora.targets if name not in LORA_TARGETS]
+    require(
+        not wrong or "," not in wrong[0],
+        f"lora.targets={''.join(wrong[:1])} is one name with a comma; separate names by spaces, as in "
+        "--lora.targets q_proj v_proj.",
+    )
     require(not wrong, f"lora.targets names {', '.join(wrong)}, which no layer has; use some of {known}.")
     require(bool(lora.targets), f"lora.targets names no linear, so nothing would train; use some of {known}.")
     require(
