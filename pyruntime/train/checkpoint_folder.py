@@ -103,20 +103,22 @@ def left_over(folder: Path, saved: int, keep: Checkpoint) -> list[Path]:
         if (at := _number(path, "saved_at", -math.inf)) >= last + 3600 * keep.keep_every_h:
             last = at
             older.remove(path)
-    for best, _ in _by_loss(found)[:1] if keep.keep_best else []:
-        older = [path for path in older if path != best]
+    if keep.keep_best and found:
+        best = _by_loss(found, _number(found[-1], "lowest_loss", -math.inf))[:1]
+        older = [path for path in older if path not in dict(best)]
     return past + older
 
 
-def by_loss(run_dir: Path) -> list[tuple[Path, float]]:
+def by_loss(run_dir: Path, lowest: float) -> list[tuple[Path, float]]:
     """Returns the complete checkpoints of that run with a validation loss, and that: the lowest first, and of
-    equal ones the earliest."""
-    return _by_loss(complete(run_dir / FOLDER))
+    equal ones the earliest. lowest: the lowest loss of the run so far; a checkpoint with a lower one belongs
+    to a branch that was abandoned by a resume from before it, and is left out."""
+    return _by_loss(complete(run_dir / FOLDER), lowest)
 
 
-def _by_loss(checkpoints: Sequence[Path]) -> list[tuple[Path, float]]:
+def _by_loss(checkpoints: Sequence[Path], lowest: float) -> list[tuple[Path, float]]:
     losses = [(path, _number(path, "val_loss", math.inf)) for path in checkpoints]
-    return sorted([each for each in losses if math.isfinite(each[1])], key=lambda each: each[1])
+    return sorted([each for each in losses if lowest <= each[1] < math.inf], key=lambda each: each[1])
 
 
 def _number(checkpoint: Path, name: str, default: float) -> float:

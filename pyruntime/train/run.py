@@ -418,7 +418,7 @@ def _best(job: RankRun) -> Path | None:
     world, lowest = job.runtime.world, job.trainer.lowest.loss
 
     def find() -> list[tuple[str, float]]:
-        return [(str(path), loss) for path, loss in checkpoint_folder.by_loss(job.run_dir)]
+        return [(str(path), loss) for path, loss in checkpoint_folder.by_loss(job.run_dir, lowest)]
 
     for name, loss in on_rank_0(world, "Finding the best checkpoint", find, list[tuple[str, float]]):
         path = Path(name)

@@ -320,6 +320,7 @@ REFUSED = [
     ({"model": {"experts": 4}}, "lora.rank=5 does not support a model with experts"),
     ({"lora": {"targets": ("lm_head",)}}, "lora.targets names lm_head"),
     ({"lora": {"targets": ("all",)}}, "or leave it out for all of them."),
+    ({"lora": {"targets": ("q_proj,v_proj",)}}, "lora.targets=q_proj,v_proj is one name with a comma"),
     ({"lora": {"targets": ()}}, "lora.targets names no linear"),
     ({"lora": {"targets": ("q_proj", "q_proj")}}, "names a linear twice"),
     ({"lora": {"rank": 0}}, "lora.alpha=20.0 without lora.rank"),

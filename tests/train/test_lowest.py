@@ -115,6 +115,16 @@ def test_a_best_checkpoint_that_is_damaged_is_not_the_model(run, tmp_path, losse
     assert all(found[name].equal(same[name]) for name in same)
 
 
+@pytest.mark.parametrize("keep", [1, 9])
+def test_the_best_of_an_abandoned_branch_is_not_the_model(run, tmp_path, keep):
+    flags = ["--checkpoint.keep_best=true", "--optimizer.lr=0.01"]
+    run([3.0, 2.5, 0.5], *flags, "--train.steps=3", "--checkpoint.keep=9")
+    again = f"--checkpoint.resume={tmp_path / 'run' / 'checkpoints' / 'step-000002'}"
+    said = run([2.75, 2.0, 2.25], *flags, "--train.steps=5", f"--checkpoint.keep={keep}", again)
+    assert "The model has the weights of step-000004, whose validation loss was the lowest." in said
+    assert steps_in(tmp_path / "run") == ([4, 5] if keep == 1 else [1, 2, 3, 4, 5])
+
+
 def test_a_run_whose_last_step_is_the_best_keeps_its_weights(run, tmp_path):
     said = run([3.0, 2.0, 1.0], "--checkpoint.keep_best=true", "--train.steps=3", "--train.patience=2")
     assert "Ended" not in said and "has the weights of" not in said and steps_in(tmp_path / "run") == [2, 3]

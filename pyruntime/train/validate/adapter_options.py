@@ -26,6 +26,11 @@ def check_lora(config: RunConfig) -> None:
     known = ", ".join(LORA_TARGETS)
     wrong = [name for name in lora.targets if name not in LORA_TARGETS]
     require(
+        not wrong or "," not in wrong[0],
+        f"lora.targets={''.join(wrong[:1])} is one name with a comma; separate names by spaces, as in "
+        "--lora.targets q_proj v_proj.",
+    )
+    require(
         not wrong,
         f"lora.targets names {', '.join(wrong)}, which no layer has; use some of {known}, or leave it "
         "out for all of them.",
