@@ -76,8 +76,12 @@ def main(argv: list[str]) -> None:
 def _better(source: Path, folder: Path) -> str:
     """Names the checkpoint of the run `source` with the lowest validation loss; empty if it is `folder`, or
     if that was named itself."""
-    best = None if source == folder else checkpoint_folder.best(source)
-    if best is None or best == folder:
+    if source == folder:
+        return ""
+    lowest = checkpoint_folder.read(folder).lowest_loss
+    found = [] if lowest is None else checkpoint_folder.by_loss(source, lowest)
+    best = found[0][0] if found else folder
+    if best == folder:
         return ""
     return f"{best} has a lower validation loss than {folder.name}; give it as --source to convert that one."
 

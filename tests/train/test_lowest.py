@@ -171,12 +171,6 @@ def test_the_best_weights_of_all_ranks_become_the_model(ranks, tmp_path, mesh, r
     assert not all(found[name].equal(tensor) for name, tensor in saved[4].items())
 
 
-def test_one_validation_alone_has_no_lowest(capsys):
-    for asked in ("--train.patience=2", "--checkpoint.keep_best=true"):
-        assert main(["train", "--train.val_every=0", "--dry-run=1", asked]) == 2
-        assert "there is only the one after the last step; give train.val_every." in capsys.readouterr().err
-
-
 def test_replicas_that_are_apart_are_refused(tmp_path, capsys):
     method = ["--data_parallel.method=local_sgd", "--parallel.dp=2", "--parallel.tp=1", "--dry-run=2"]
     method += ["--train.batch_size=16", "--data_parallel.tau=4"]
