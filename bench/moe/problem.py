@@ -63,7 +63,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Operands:
-    """What one rank holds: its rows, its experts, and the gradient of its rows of y; bf16, p in fp32."""
+    """One rank's tensors: its rows, its experts, and the gradient of its rows of y; bf16, p in fp32."""
 
     x: Tensor
     ids: Tensor

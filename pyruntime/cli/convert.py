@@ -28,8 +28,8 @@ class ConvertOptions:
     dtype: Literal["auto"] | Dtype = "auto"
     """Type of the written weights; auto: unchanged, but fp16 from Hugging Face becomes fp32."""
     merge: bool = False
-    """Of a run that trained low-rank adapters, write the whole model with the adapters in its weights; false:
-    the adapters alone, as peft reads them."""
+    """Whether a run that trained low-rank adapters becomes a whole model, with the adapters in its weights;
+    false: the adapters alone, as peft reads them."""
     max_file_bytes: int = 5_000_000_000
     """Largest safetensors file of a Hugging Face model, in bytes; larger models are cut into several."""
     deadline_s: float = 120.0

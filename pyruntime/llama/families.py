@@ -79,7 +79,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     "qwen2": {"max_position_embeddings": 32768},
 }
-"""What transformers takes for keys that a config.json lacks, where it is not LlamaConfig's default."""
+"""transformers' values for keys that a config.json lacks, where they are not LlamaConfig's defaults."""
 
 
 def family_of(config: LlamaConfig) -> str:

@@ -21,7 +21,7 @@ class Stored:
 
     name: str
     shape: tuple[int, ...]
-    """Of these rows."""
+    """Its shape, of these rows alone."""
     expert: int | None = None
     start: int = 0
     first: int = 0

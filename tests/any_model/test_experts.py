@@ -77,7 +77,7 @@ def too_few(group) -> str:
 
 
 def test_with_more_ranks_than_experts_they_stay_whole(ranks):
-    """Of four experts torch.chunk gives three ranks two, two and none."""
+    """torch.chunk deals four experts to three ranks as two, two and none."""
     assert "tp=3 cuts its number of experts, which is 4" in ranks.run(too_few, 3)[0]
 
 

@@ -76,7 +76,7 @@ def test_the_check_accepts_a_right_result_and_names_a_wrong_one():
 
 
 def _outcome(all_ranks, rank):
-    """What a rank must hold, from the whole computation in fp32 with every expert on every row."""
+    """The tensors that a rank must hold, from the whole computation in fp32, every expert on every row."""
     whole = [
         torch.cat([getattr(each, name).float() for each in all_ranks])
         for name in ("x", "p", "gate_up", "down")

@@ -105,6 +105,16 @@ def runtime(group, config: RunConfig) -> comm.Runtime:
     return _runtimes[key]
 
 
+def on_mesh(
+    config: RunConfig, micro_batches: int, schedule="1f1b", recompute="none", slices=1, **sizes
+) -> RunConfig:
+    """The job on a mesh of these sizes, in steps of so many micro-batches a data-parallel rank."""
+    size = config.train.batch_size // (sizes.get("dp", 1) * micro_batches)
+    config = changed(config, "train", micro_batch_size=size, activation_checkpointing=recompute)
+    config = changed(config, "parallel", **{"tp": 1} | sizes)
+    return changed(config, "pipeline", kind=schedule, slices=slices)
+
+
 def between_hosts(group, config: RunConfig, case):
     """Returns case(group, config) on a mesh whose chunks of tp, dp and cp travel as between hosts."""
     made = runtime(group, config)

@@ -47,22 +47,15 @@ def config(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(ranks, config):
     """What one rank makes of it in steps of one and of two micro-batches."""
-    return {count: ranks.run(steps_of, 1, on_mesh(config, count))[0] for count in (1, 2)}
+    return {count: ranks.run(steps_of, 1, jobs.on_mesh(config, count))[0] for count in (1, 2)}
 
 
 def steps_of(group, config):
     return parity.steps_of(jobs.runtime(group, config), config)
 
 
-def on_mesh(config, micro_batches, schedule="1f1b", recompute="none", **sizes):
-    size = parity.BATCH // (sizes.get("dp", 1) * micro_batches)
-    config = jobs.changed(config, "train", micro_batch_size=size, activation_checkpointing=recompute)
-    config = jobs.changed(config, "parallel", **{"tp": 1} | sizes)
-    return jobs.changed(config, "pipeline", kind=schedule)
-
-
 def test_one_rank_repeats_itself(ranks, config, whole):
-    again = ranks.run(steps_of, 1, on_mesh(config, 2))[0]
+    again = ranks.run(steps_of, 1, jobs.on_mesh(config, 2))[0]
     assert again == whole[2]
     assert again[-1][0] < again[0][0]
 
@@ -91,7 +84,7 @@ MESHES = {
 @pytest.mark.second_tier(but=["tp3", "tp2 dp2 zero3", "tp2 pp2 zb-v"])
 def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
     micro_batches, sizes = MESHES[name]
-    asked = on_mesh(config, micro_batches, **sizes)
+    asked = jobs.on_mesh(config, micro_batches, **sizes)
     of_mesh = asked.parallel
     found = ranks.run(steps_of, of_mesh.tp * of_mesh.dp * of_mesh.cp * of_mesh.pp, asked)
     assert found[0] == found[-1]
@@ -102,21 +95,21 @@ def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
 @pytest.mark.second_tier
 def test_so_they_are_between_hosts(ranks, config, whole, name):
     micro_batches, sizes = MESHES[name]
-    found = ranks.run(jobs.between_hosts, 4, on_mesh(config, micro_batches, **sizes), steps_of)
+    found = ranks.run(jobs.between_hosts, 4, jobs.on_mesh(config, micro_batches, **sizes), steps_of)
     assert parity.difference(found[0], whole[micro_batches]) <= parity.TOLERANCE
 
 
 @pytest.mark.second_tier
 def test_a_run_is_resumed_on_other_meshes(ranks, config, tmp_path):
     """Three steps on four ranks, then three on other numbers of ranks, are six on one."""
-    config = jobs.changed(on_mesh(config, 1), "train", steps=6, val_every=0)
+    config = jobs.changed(jobs.on_mesh(config, 1), "train", steps=6, val_every=0)
     config = jobs.changed(config, "checkpoint", every_steps=3, keep=9)
     runs = {}
     for name in ("one", "four"):
         runs[name] = jobs.changed(config, "output", run_dir=str(tmp_path / name))
         (tmp_path / name).mkdir()
     whole = ranks.run(jobs.history, 1, runs["one"])[0]
-    four = on_mesh(runs["four"], 1, tp=2, dp=2, zero=3)
+    four = jobs.on_mesh(runs["four"], 1, tp=2, dp=2, zero=3)
     ranks.run(jobs.history, 4, four)
     saved = tmp_path / "four" / "checkpoints" / "step-000003"
     for count in (1, 3):
@@ -136,8 +129,8 @@ def test_a_run_is_resumed_on_other_meshes(ranks, config, tmp_path):
 
 def test_slices_of_a_pipeline_without_losses_of_routers(ranks, config):
     config = jobs.changed(config, "train", balance_loss=0.0, router_z_loss=0.0)
-    expected = ranks.run(steps_of, 1, on_mesh(config, 2))[0]
-    piped = on_mesh(config, 2, tp=2, pp=2, schedule="seq1f1b")
+    expected = ranks.run(steps_of, 1, jobs.on_mesh(config, 2))[0]
+    piped = jobs.on_mesh(config, 2, tp=2, pp=2, schedule="seq1f1b")
     found = ranks.run(steps_of, 4, jobs.changed(piped, "pipeline", slices=2))
     assert found[0] == found[-1]
     assert parity.difference(found[0], expected) <= parity.TOLERANCE
@@ -145,7 +138,7 @@ def test_slices_of_a_pipeline_without_losses_of_routers(ranks, config):
 
 def test_counts_of_other_ranks_matter(ranks, config, whole):
     """With the rows of a rank alone, as they were often counted, the losses of routers are others."""
-    found = ranks.run(with_own_counts, 2, on_mesh(config, 2, tp=2))
+    found = ranks.run(with_own_counts, 2, jobs.on_mesh(config, 2, tp=2))
     assert parity.difference(found[0], whole[2]) > 3 * parity.TOLERANCE
 
 
@@ -184,7 +177,7 @@ def test_what_experts_do_not_support_is_refused(config, section, options, messag
 
 
 def test_slices_of_a_pipeline_with_a_balance_loss_are_refused(config):
-    asked = jobs.changed(on_mesh(config, 2, tp=1, pp=2, schedule="seq1f1b"), "pipeline", slices=2)
+    asked = jobs.changed(jobs.on_mesh(config, 2, tp=1, pp=2, schedule="seq1f1b"), "pipeline", slices=2)
     with pytest.raises(ConfigError, match=r"train\.balance_loss=0\.5 counts the tokens of whole"):
         check(jobs.changed(asked, "data", tokenizer="bytes"), 2)
 
@@ -201,7 +194,7 @@ WATCHED = {
 def test_the_load_of_experts_is_that_of_a_recount(ranks, config, counted, name):
     """Imbalance of the tensor-parallel ranks aside, the figures are one rank's on every mesh."""
     micro_batches, sizes = WATCHED[name]
-    asked = on_mesh(config, micro_batches, **sizes)
+    asked = jobs.on_mesh(config, micro_batches, **sizes)
     found = ranks.run(first_steps, asked.parallel.tp * asked.parallel.dp * asked.parallel.pp, asked)
     for steps in found:
         for step, expected in zip(steps, counted[micro_batches, asked.parallel.tp], strict=True):
@@ -215,7 +208,7 @@ def counted(ranks, config):
     """The figures of the first two steps of one rank, as recounted from logits."""
     found = {}
     for micro_batches in (1, 2):
-        steps = ranks.run(logits_of_steps, 1, on_mesh(config, micro_batches), micro_batches)[0]
+        steps = ranks.run(logits_of_steps, 1, jobs.on_mesh(config, micro_batches), micro_batches)[0]
         for tp in (1, 2):
             found[micro_batches, tp] = [recounted(each, tp) for each in steps]
     return found

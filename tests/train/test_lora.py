@@ -57,7 +57,7 @@ def config(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(ranks, config):
     """What one rank makes of it in steps of one and of two micro-batches."""
-    return {count: ranks.run(steps_of, 1, on_mesh(config, count))[0] for count in (1, 2)}
+    return {count: ranks.run(steps_of, 1, jobs.on_mesh(config, count))[0] for count in (1, 2)}
 
 
 def steps_of(group, config):
@@ -67,15 +67,8 @@ def steps_of(group, config):
         return parity.steps_of(jobs.runtime(group, config), config)
 
 
-def on_mesh(config, micro_batches, schedule="1f1b", recompute="none", slices=1, **sizes):
-    size = parity.BATCH // (sizes.get("dp", 1) * micro_batches)
-    config = jobs.changed(config, "train", micro_batch_size=size, activation_checkpointing=recompute)
-    config = jobs.changed(config, "parallel", **{"tp": 1} | sizes)
-    return jobs.changed(config, "pipeline", kind=schedule, slices=slices)
-
-
 def test_one_rank_repeats_itself_and_learns(ranks, config, whole):
-    again = ranks.run(steps_of, 1, on_mesh(config, 2))[0]
+    again = ranks.run(steps_of, 1, jobs.on_mesh(config, 2))[0]
     assert again == whole[2]
     assert again[-1][0] < again[0][0]
 
@@ -120,7 +113,7 @@ MESHES = {
 )
 def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
     micro_batches, sizes = MESHES[name]
-    asked = on_mesh(config, micro_batches, **sizes)
+    asked = jobs.on_mesh(config, micro_batches, **sizes)
     of_mesh = asked.parallel
     found = ranks.run(steps_of, of_mesh.tp * of_mesh.dp * of_mesh.cp * of_mesh.pp, asked)
     assert found[0] == found[-1]
@@ -131,7 +124,7 @@ def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
 @pytest.mark.second_tier
 def test_so_they_are_between_hosts(ranks, config, whole, name):
     micro_batches, sizes = MESHES[name]
-    found = ranks.run(jobs.between_hosts, 4, on_mesh(config, micro_batches, **sizes), steps_of)
+    found = ranks.run(jobs.between_hosts, 4, jobs.on_mesh(config, micro_batches, **sizes), steps_of)
     assert parity.difference(found[0], whole[micro_batches]) <= parity.TOLERANCE
 
 
@@ -162,7 +155,7 @@ def held(group, config):
 def test_frozen_weights_have_no_gradient_no_state_and_no_traffic(ranks, config, tmp_path, dtype):
     """On four data-parallel ranks, at a stage that cuts nothing: adapters alone have two fp32 moments, and in
     bf16 an fp32 master."""
-    config = jobs.changed(on_mesh(config, 1, dp=4, zero=0), "output", run_dir=str(tmp_path))
+    config = jobs.changed(jobs.on_mesh(config, 1, dp=4, zero=0), "output", run_dir=str(tmp_path))
     config = jobs.changed(config, "train", dtype=dtype)
     count, size = jobs.resolved(config, 4).adapters, 4 if dtype == "fp32" else 2
     for reduced, both, states, saved, received in ranks.run(held, 4, config):
@@ -177,7 +170,7 @@ def test_frozen_weights_have_no_gradient_no_state_and_no_traffic(ranks, config, 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 2, "dp": 2, "zero": 3}], ids=str)
 @pytest.mark.second_tier(but=["{'tp': 2}"])
 def test_a_resumed_run_is_the_one_that_was_not_interrupted(ranks, config, tmp_path, sizes):
-    config = jobs.changed(on_mesh(config, 2, **sizes), "train", steps=6, val_every=3, batch_size=8)
+    config = jobs.changed(jobs.on_mesh(config, 2, **sizes), "train", steps=6, val_every=3, batch_size=8)
     config = jobs.changed(config, "train", micro_batch_size=2)
     config = jobs.changed(config, "checkpoint", every_steps=3, keep=9)
     world_size = sizes["tp"] * sizes.get("dp", 1)
@@ -288,7 +281,7 @@ BESIDE = {
 @pytest.mark.parametrize("name", BESIDE)
 @pytest.mark.second_tier
 def test_other_options_go_with_adapters(ranks, config, whole, name):
-    asked = on_mesh(config, 2)
+    asked = jobs.on_mesh(config, 2)
     for section, values in BESIDE[name].items():
         asked = jobs.changed(asked, section, **values)
     found = ranks.run(steps_of, mesh_of(asked, 1).ranks, asked)

@@ -96,7 +96,7 @@ def shard_name(number: int) -> str:
 
 
 TextEncoder = Tokenizer | ChatEncoder
-"""What makes the tokens of text, or of conversations."""
+"""An encoder makes the tokens of text, or of conversations."""
 
 
 def encoder_of(

@@ -72,7 +72,7 @@ class OwnClock:
 
 @dataclasses.dataclass
 class PassSpans:
-    """What a pipeline rank did in a step."""
+    """The work of a pipeline rank in one step."""
 
     passes: list[Span] = dataclasses.field(default_factory=list)
     """All forward and backward passes."""
