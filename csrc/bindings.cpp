@@ -13,6 +13,7 @@
 #include "core/arbiter.h"
 #include "core/deadline.h"
 #include "core/error.h"
+#include "core/host_process.h"
 #include "core/job/failure_board.h"
 #include "core/job/job_ranks.h"
 #include "core/job/peers.h"
@@ -398,6 +399,7 @@ void bind_comm(py::module_& m) {
   m.def("set_coordinates", [](std::vector<std::string> coordinates) {
     JobRanks::instance().set_coordinates(std::move(coordinates));
   });
+  m.def("host_identity", &host_identity);
   m.def("name_of_rank", [](int rank) { return JobRanks::instance().name_and_place(rank); });
   m.def("on_new_group", [](py::object hook) {
     auto* held = new py::object(std::move(hook));  // leaked: ops may run while the interpreter ends

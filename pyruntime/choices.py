@@ -168,6 +168,14 @@ DeviceName = Annotated[
 ]
 """The device that ranks compute on: pyruntime/comm/devices.py."""
 
+HostOrder = Annotated[
+    Literal["started", "measured"],
+    "in the order of the launcher's ranks",
+    "hosts that fast links join follow each other, by links measured at the start, so that of all axes pp, "
+    "then dp, crosses slow ones",
+]
+"""The order in which hosts fill the mesh: pyruntime/comm/links.py."""
+
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linears of a layer that may have an adapter, as peft names them: pyruntime/llama/adapters.py."""

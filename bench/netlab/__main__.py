@@ -14,7 +14,8 @@ Rate, bytes and queues are those of such a network: TCP reaches at most 95.6 % o
 1514 bytes), and messages queue for up to 10 ms. The rest is this machine: all hosts share its cores and
 memory, and a round trip through an idle network takes 0.1 ms. Hosts reach only each other, so data and models
 must be on the disk. Host 2 is host2, 10.77.0.3, on eth0. A rank finds its host's counters in
-/proc/self/net/dev. `--rate-host 2=300mbit` gives host 2 a slower link.
+/proc/self/net/dev. `--rate-host 2=300mbit` gives host 2 a slower link. `--islands 0,2/1,3 --between 500mbit`
+makes two networks, each with a link of 500 Mbit/s to the other.
 
 `--fail` breaks something at a time after the start of all ranks; it may be given several times:
 
@@ -42,12 +43,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bench.netlab.network import Lab, NetworkError, missing
-from bench.netlab.plan import Fault, Plan, parse_rate, parse_rate_of_host, parse_seconds
+from bench.netlab.plan import Fault, Plan, parse_islands, parse_rate, parse_rate_of_host, parse_seconds
 from bench.netlab.supervise import CannotStart, Interrupts, Run
 
 USAGE = """python -m bench.netlab --hosts H --ranks-per-host R --rate RATE
-       [--rate-host HOST=RATE] [--fail FAULT] [--ready FILE] [--grace 30s] [--log-dir DIR]
-       [--counters FILE] -- COMMAND ..."""
+       [--rate-host HOST=RATE] [--islands 0,2/1,3 --between RATE] [--fail FAULT] [--ready FILE]
+       [--grace 30s] [--log-dir DIR] [--counters FILE] -- COMMAND ..."""
 
 
 def sentence(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -89,6 +90,20 @@ def arguments(argv: list[str]) -> Plan:
         metavar="HOST=RATE",
         dest="rate_of_host",
         help="rate of one host's link; may be repeated",
+    )
+    add(
+        "--islands",
+        type=sentence(parse_islands),
+        default=(),
+        metavar="HOSTS/HOSTS",
+        help="hosts of each island, such as 0,2/1,3",
+    )
+    add(
+        "--between",
+        type=sentence(parse_rate),
+        default=0,
+        metavar="RATE",
+        help="rate of the link between an island and the others",
     )
     add(
         "--fail",
@@ -147,7 +162,7 @@ def main() -> None:
     except OSError as error:
         fail(f"--log-dir or --counters cannot be written: {error}; use another path.", 2)
     try:
-        with Interrupts() as interrupts, Lab(plan.rates) as lab:
+        with Interrupts() as interrupts, Lab(plan.rates, plan.islands, plan.between) as lab:
             code = Run(plan, lab, interrupts).execute()
     except CannotStart as error:
         fail(str(error), error.code)

@@ -144,11 +144,12 @@ class Host:
 class Lab:
     """Hosts on one bridge, each link limited in both directions. Closing it ends all their processes.
 
-    `rates` are bits per second, one for each host.
+    `rates` are bits per second, one for each host. With `islands` of hosts each island has a bridge of its
+    own, and a link of `between` bits per second joins it to a bridge of all islands.
     """
 
-    def __init__(self, rates: Sequence[int]) -> None:
-        self._rates = rates
+    def __init__(self, rates: Sequence[int], islands: Sequence[Sequence[int]] = (), between: int = 0) -> None:
+        self._rates, self._islands, self._between = rates, islands, between
         self.hosts: list[Host] = []
         self._switch: subprocess.Popen | None = None
 
@@ -227,18 +228,24 @@ class Lab:
             host.come_up()
 
     def _connect(self) -> None:
-        # No IPv6 address and no multicast snooping: both send packets that would be counted.
-        links = [
-            "link add name bridge type bridge forward_delay 0 mcast_snooping 0",
-            "link set bridge addrgenmode none",
-            "link set bridge up",
-        ]
-        shapers = []
+        links, shapers = _bridge("bridge"), []
+        bridge_of = dict.fromkeys(range(len(self.hosts)), "bridge")
+        for number, island in enumerate(self._islands):
+            own, up, down = (f"{name}{number}" for name in ("bridge", "up", "down"))
+            bridge_of |= dict.fromkeys(island, own)
+            links += [*_bridge(own), f"link add name {up} type veth peer name {down}"]
+            for end, bridge in ((up, own), (down, "bridge")):
+                links += [
+                    f"link set {end} master {bridge} addrgenmode none",
+                    f"link set {end} gso_max_size {Shaping.of(self._between).largest_packet}",
+                    f"link set {end} up",
+                ]
+                shapers.append(_tbf(end, self._between))
         for host, rate in zip(self.hosts, self._rates, strict=True):
             port = _port(host.index)
             links += [
                 f"link add name {port} type veth peer name {INTERFACE} netns {host.process.pid}",
-                f"link set {port} master bridge addrgenmode none",
+                f"link set {port} master {bridge_of[host.index]} addrgenmode none",
                 f"link set {port} gso_max_size {Shaping.of(rate).largest_packet}",
                 f"link set {port} up",
             ]
@@ -255,6 +262,15 @@ class Lab:
             # Shaped before it is up, so that no packet passes at full speed.
             _run(host.process.pid, ["tc", "-batch", "-"], [_tbf(INTERFACE, rate)])
             _run(host.process.pid, ["ip", "-batch", "-"], up)
+
+
+def _bridge(name: str) -> list[str]:
+    # No IPv6 address and no multicast snooping: both send packets that would be counted.
+    return [
+        f"link add name {name} type bridge forward_delay 0 mcast_snooping 0",
+        f"link set {name} addrgenmode none",
+        f"link set {name} up",
+    ]
 
 
 def _port(host: int) -> str:

@@ -36,6 +36,14 @@ def parse_rate_of_host(text: str) -> tuple[int, int]:
     return int(host), parse_rate(rate)
 
 
+def parse_islands(text: str) -> tuple[tuple[int, ...], ...]:
+    """Returns the hosts of each island of `0,2/1,3`. Raises ValueError."""
+    islands = [island.split(",") for island in text.split("/")]
+    if not all(host.isdecimal() for island in islands for host in island):
+        raise ValueError(f"{text!r} names no islands; write the hosts of each, such as 0,2/1,3.")
+    return tuple(tuple(map(int, island)) for island in islands)
+
+
 def parse_seconds(text: str) -> float:
     """Returns the seconds of `30s` or `0.5`. Raises ValueError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)s?", text)
@@ -77,6 +85,10 @@ class Plan:
     ranks_per_host: int
     rates: tuple[int, ...]
     """Bits per second of each host's link, in each direction."""
+    islands: tuple[tuple[int, ...], ...]
+    """Hosts of each island; empty: one network."""
+    between: int
+    """Bits per second of the link that joins an island to the others; 0 without islands."""
     faults: tuple[Fault, ...]
     ready: Path | None
     """File from whose creation the times of faults count; None: from the start of all ranks."""
@@ -92,6 +104,8 @@ class Plan:
         ranks_per_host: int,
         rate: int,
         rate_of_host: Mapping[int, int],
+        islands: tuple[tuple[int, ...], ...],
+        between: int,
         faults: tuple[Fault, ...],
         ready: Path | None,
         grace_s: float,
@@ -113,8 +127,14 @@ class Plan:
                 raise ValueError(
                     f"--fail {fault.text} names {what} {fault.target}; the {what}s are 0 to {many - 1}."
                 )
+        if bool(islands) != bool(between):
+            raise ValueError("--islands and --between belong together; give both, or leave both out.")
+        if islands and sorted(host for island in islands for host in island) != list(range(hosts)):
+            raise ValueError(f"--islands must name each of the hosts 0 to {hosts - 1} once.")
         rates = tuple(rate_of_host.get(host, rate) for host in range(hosts))
-        return cls(hosts, ranks_per_host, rates, faults, ready, grace_s, log_dir, counters, command)
+        return cls(
+            hosts, ranks_per_host, rates, islands, between, faults, ready, grace_s, log_dir, counters, command
+        )
 
     @property
     def world_size(self) -> int:

@@ -1,10 +1,10 @@
-"""Measures what the check for slow ranks costs a step, and what moving layers away from a slow rank gains.
+"""Measures what the check for slow ranks costs a step, and what moving work away from a slow rank gains.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m bench.training.slow [--config dim256] [--layers 8]
+    python -m torch.distributed.run --nproc-per-node 2 -m bench.training.slow [--axis dp] [--config dim256]
 
-It runs two stages of a pipeline, one on each rank. Rank 1 is made to take twice as long: after every forward
-pass of a layer it sleeps three times the pass's time, because a backward pass takes twice as long as a
-forward pass.
+It runs two stages of a pipeline, one on each rank, or with --axis dp two data-parallel ranks. Rank 1 is made
+to take twice as long: after every forward pass of a layer it sleeps three times the pass's time, because a
+backward pass takes twice as long as a forward pass.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from pyruntime.train.slow.windows import SlowReport
 SLOW_RANK, CALLS, BATCHES = 1, 100, 100
 HOW = """\
 Milliseconds of a step on rank 0, which waits for the other in every step; medians over {rounds} rounds of two
-runs. One has {steps} steps with equal ranks. In the other rank 1 takes twice as long, and layers move at the
+runs. One has {steps} steps with equal ranks. In the other rank 1 takes twice as long, and {units} move at the
 checkpoint after step {steps}; its first step, and the one after the move, are left out. The cost of looking
 is timed in the first run: the fastest reading of the clock times the readings in a step, plus the check every
-{every} steps, in which this rank waits for the other, divided by {every}."""
+{every} steps, in which this rank waits for the other, divided by {every}. The least that can be reached:
+both ranks work all the time, 4/3 of equal ranks' step."""
 
 
 class Timed(Trainer):
@@ -141,7 +142,7 @@ def round_of(config: Any, runtime: Any, folder: Path) -> dict[str, Any]:
     )
     moves = [line["moved"] for line in slow if "moved" in line]
     if len(moves) != 1 or len(made) != 2:
-        raise SystemExit(f"Layers should move once and moved {len(moves)} times; use a quiet machine.")
+        raise SystemExit(f"Work should move once and moved {len(moves)} times; use a quiet machine.")
     first_after = next(line for line in slow if line["step"] == steps + 1)
     return {
         "equal_ms": milliseconds(equal, 2, steps),
@@ -156,20 +157,22 @@ def round_of(config: Any, runtime: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def show(found: list[dict[str, Any]]) -> str:
+def show(found: list[dict[str, Any]], units: str) -> str:
     def median(name: str) -> float:
         return statistics.median(each[name] for each in found)
 
     gain = statistics.median(1 - each["moved_ms"] / each["slow_ms"] for each in found)
+    best = statistics.median(each["moved_ms"] / (4 / 3 * each["equal_ms"]) for each in found)
     cost = statistics.median((each["clock_ms"] + each["look_ms"]) / each["equal_ms"] for each in found)
     rows = [
         ["equal ranks", f"{median('equal_ms'):.1f}", f"looking takes {cost:.3%} of it"],
-        ["rank 1 twice as slow", f"{median('slow_ms'):.1f}", f"{list(found[0]['before'])} layers"],
+        ["rank 1 twice as slow", f"{median('slow_ms'):.1f}", f"{list(found[0]['before'])} {units}"],
         [
-            "layers moved",
+            f"{units} moved",
             f"{median('moved_ms'):.1f}",
-            f"{' or '.join(sorted({str(list(each['after'])) for each in found}))} layers, {gain:.0%} less; "
-            f"expected {median('expected_gain'):.0%}; moving took {median('move_s'):.1f} s",
+            f"{' or '.join(sorted({str(list(each['after'])) for each in found}))} {units}, {gain:.0%} less; "
+            f"expected {median('expected_gain'):.0%}; {best:.2f} of the least; moving took "
+            f"{median('move_s'):.1f} s",
         ],
     ]
     return table(["run", "ms a step", ""], rows)
@@ -182,18 +185,20 @@ if __name__ == "__main__":
     parser.add_argument(
         "--every", type=at_least_one, default=10, help="steps of a check; default %(default)s"
     )
+    parser.add_argument("--axis", choices=["pp", "dp"], default="pp", help="default %(default)s")
     args = parser.parse_args()
-    with started({"pp": 2, "tp": -1}) as runtime, tempfile.TemporaryDirectory() as temporary:
+    units = "layers" if args.axis == "pp" else "micro-batches"
+    with started({args.axis: 2, "tp": -1}) as runtime, tempfile.TemporaryDirectory() as temporary:
         folder = Path(on_rank_0(runtime.world, "Making a folder", lambda: temporary, str))
         steps = (WINDOWS + 1) * args.every
         options = {
             "model.num_hidden_layers": args.layers, "train.steps": steps, "train.slow_every": args.every,
-            "train.micro_batch_size": 1, "train.batch_size": 4, "train.seq_len": 128, "train.val_every": 0,
-            "train.val_sequences": 4, "parallel.pp": 2,
+            "train.micro_batch_size": 1, "train.batch_size": 4 if args.axis == "pp" else 12,
+            "train.seq_len": 128, "train.val_every": 0, "train.val_sequences": 4, f"parallel.{args.axis}": 2,
         }  # fmt: skip
         flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         config, _ = read(["--config", args.config, *flags])
-        report = Report(args, HOW.format(rounds=args.rounds, steps=steps, every=args.every))
+        report = Report(args, HOW.format(rounds=args.rounds, steps=steps, every=args.every, units=units))
         found = [round_of(config, runtime, folder / str(number)) for number in range(args.rounds)]
-        report.add({"rounds": found}, show(found))
+        report.add({"rounds": found}, show(found, units))
         report.write(args.json)

@@ -103,9 +103,12 @@ def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> Non
     device = device_of("train.device", config.train.device)
     mesh, deadline_s = vars(mesh_of(config, world_size)), config.comm.deadline_s
     with refusing():
-        runtime = Runtime.start(**mesh, device=device, deadline_s=deadline_s)
+        hosts = config.parallel.hosts
+        runtime = Runtime.start(**mesh, device=device, hosts=hosts, deadline_s=deadline_s)
     with runtime:
         stop.is_of_a_job = True
+        if runtime.links is not None:
+            _name_rank()  # by its new number
         check_device(config, Device(runtime.device, runtime.why_device))
         if config.comm.rings:
             configure(runtime.tp, rings=ring_orders(config.comm))
@@ -132,7 +135,7 @@ def failures_told_to_all(rank: int) -> Iterator[None]:
 
 def _name_rank() -> None:
     """Puts this rank's number before everything that it logs or Python warns of."""
-    logging.basicConfig(format=f"pyruntime: rank {started_rank()}: %(message)s")
+    logging.basicConfig(format=f"pyruntime: rank {started_rank()}: %(message)s", force=True)
     logging.captureWarnings(True)
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # before a group exists: its functions keep the group of that moment
 from torch.distributed.device_mesh import DeviceMesh
 
+from pyruntime.choices import HostOrder, check_value, values
 from pyruntime.comm import companions
 from pyruntime.comm.axis import Axis
 from pyruntime.comm.core import _C
@@ -32,6 +33,7 @@ from pyruntime.comm.groups import (
     stats,
 )
 from pyruntime.comm.launcher import check_launcher
+from pyruntime.comm.links import HostLinks, measure
 from pyruntime.comm.rendezvous import open_store
 
 DEFAULT_DEADLINE_S = 120.0
@@ -71,6 +73,8 @@ class Runtime:
         self.device = _device_of(mesh)
         """The device on which this rank computes."""
         self.why_device = "the mesh's"
+        self.links: HostLinks | None = None
+        """The links between hosts, if start() has measured them."""
         self._owns_process_groups = False
         self._groups = [group_name(mesh[axis]) for axis in mesh.mesh_dim_names]
         if mesh.ndim > 1:
@@ -94,6 +98,7 @@ class Runtime:
         cp: int = 1,
         pp: int = 1,
         device: str = "cpu",
+        hosts: str = "started",
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> Runtime:
         """Joins the job that torchrun describes in the environment, or makes a job of one process without it.
@@ -110,6 +115,9 @@ class Runtime:
         device: "cpu", "cuda" (the GPU of this rank's LOCAL_RANK), or "auto": a GPU if every rank of the host
             has one, else the CPU. On GPUs the process groups use NCCL for tensors there and Gloo for those on
             the CPU; only Gloo if ranks share a GPU.
+        hosts: "started", the order of the launcher's ranks, or "measured": hosts that fast links join follow
+            each other (`pyruntime.comm.links`). Ranks then have other numbers: RANK changes in this process's
+            environment. Rank 0 stays rank 0.
 
         The mesh is (tp), (dp, tp), or (dp_replicate, dp_shard, tp). Axes above 1 are added: cp before tp,
         tp_y behind it and pp before all. May be called again once the Runtime is closed, on all ranks.
@@ -125,6 +133,7 @@ class Runtime:
             )
         check_launcher(os.environ)
         check_deadline(deadline_s)
+        check_value("hosts", hosts, values(HostOrder))
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         others = tp_y * dp * cp * pp
         tp = max(1, world_size // others) if tp is None else tp
@@ -135,6 +144,9 @@ class Runtime:
                 f"{world_size} rank(s) were started; start tp{times} * dp * cp * pp of them (torchrun "
                 f"--nproc-per-node {tp * others}) or leave tp out, and let dp_replicate divide dp."
             )
+        links = None
+        if hosts == "measured" and world_size > 1:
+            links = cls._number_by_links(world_size, device, deadline_s)
         placement = place(device, Host.here())
         if placement.device.type != "cpu":
             torch.accelerator.set_device_index(placement.device)
@@ -152,7 +164,16 @@ class Runtime:
         runtime = cls(mesh, deadline_s=deadline_s)
         runtime._owns_process_groups = True
         runtime.device, runtime.why_device = placement.device, placement.why
+        runtime.links = links
         return runtime
+
+    @classmethod
+    def _number_by_links(cls, world_size: int, device: str, deadline_s: float) -> HostLinks:
+        """Measures the links between hosts, and gives this process its new number."""
+        with cls.start(tp=world_size, device=device, deadline_s=deadline_s) as runtime:
+            links = measure(runtime.world, runtime.device)
+            os.environ["RANK"] = str(links.number_of(runtime.rank))
+        return links
 
     @functools.cached_property
     def _grid(self) -> torch.Tensor:

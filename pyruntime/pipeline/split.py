@@ -1,4 +1,4 @@
-"""Divides a model's layers among pipeline stages."""
+"""Divides a model's layers among pipeline stages, and work among ranks of unequal speed."""
 
 from __future__ import annotations
 
@@ -49,3 +49,27 @@ def _split(costs: tuple[float, ...], stages: int, first: float, last: float) -> 
         runs.append(range(begin, end))
         end = begin
     return tuple(reversed(runs))
+
+
+def least_largest(per_unit: Sequence[float], rest: Sequence[float], fewest: int, units: int) -> list[int]:
+    """Returns the units n[r] of each rank or stage, layers or micro-batches, that minimize the largest
+    rest[r] + n[r] * per_unit[r].
+
+    Each unit goes to the rank that has the fewest seconds with it. This is optimal. Suppose another
+    assignment has a smaller maximum M. Here some rank r exceeds M, so n[r] is larger than there; then some
+    rank s holds fewer units than there. With one more s would stay within M, so r's last unit would have
+    gone to s.
+
+    per_unit: seconds for a unit. rest: seconds beside them. fewest: units that each one has. Raises
+    ValueError if there are not enough.
+    """
+    if fewest * len(per_unit) > units:
+        raise ValueError(f"{units} layers do not give {fewest} to each of {len(per_unit)} stages.")
+    counts = [fewest] * len(per_unit)
+    for _ in range(units - sum(counts)):
+        with_one_more = [
+            rest_s + (count + 1) * unit_s
+            for rest_s, count, unit_s in zip(rest, counts, per_unit, strict=True)
+        ]
+        counts[with_one_more.index(min(with_one_more))] += 1
+    return counts

@@ -19,7 +19,8 @@ from pyruntime.train.data.corpus import Corpus
 from pyruntime.train.device import Device
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.figures import ExchangedFigures, Figures, LateFigures, RoundFigures
-from pyruntime.train.pipelined import Pipelined, shared_weights
+from pyruntime.train.passes.accumulated import Accumulated
+from pyruntime.train.passes.pipelined import Pipelined, shared_weights
 from pyruntime.train.resolved import ResolvedRun
 from pyruntime.train.slow.own_clock import OwnClock
 from pyruntime.train.slow.windows import EVERY, SlowReport
@@ -131,12 +132,14 @@ def figures_of(
 
 def batches_of(run: ResolvedRun, corpus: Corpus, runtime: Runtime) -> Batches:
     """Returns the sequences that this data-parallel rank learns from."""
-    train, mesh = run.config.train, run.mesh
+    train, mesh, rank = run.config.train, run.mesh, runtime.coordinate.dp
     is_one = run.meets_every_step or run.config.data_parallel.members
+    count = mesh.dp if is_one else mesh.dp // mesh.dp_replicate
+    together = range(rank // count * count, (rank // count + 1) * count)
     return Batches(
         corpus, train.seed, train.batch_size, train.seq_len, run.shape.vocab_size,
-        share=runtime.coordinate.dp, shares=mesh.dp,
-        together=mesh.dp if is_one else mesh.dp // mesh.dp_replicate, masks=run.config.data.document_masks,
+        own=run.sequences_of(range(rank, rank + 1)), together=run.sequences_of(together),
+        masks=run.config.data.document_masks,
     )  # fmt: skip
 
 
@@ -170,18 +173,24 @@ def placement_check(
     return check
 
 
-def stages_of(
+def passes_of(
     run: ResolvedRun, model: Llama, sharded: Sharded, runtime: Runtime
-) -> tuple[Pipelined | None, SlowReport | None]:
-    """Returns the runner of this rank's stages, None without a pipeline; and the search for slow ranks and
-    links, None if the run has none."""
+) -> tuple[Accumulated | Pipelined, SlowReport | None]:
+    """Returns the runner of a step's forward and backward passes; and the search for slow ranks and links,
+    None if the run has none."""
     every, by_place = run.config.train.slow_every, run.config.context.layout == "contiguous"
     every = 0 if run.mesh.ranks == 1 else EVERY if every is None else every
     clock = OwnClock(runtime.device) if every else None
-    if runtime.pp.mesh is None:
-        return None, SlowReport(runtime, every, clock, by_place=by_place) if clock else None
-    pipelined = Pipelined(run, model, runtime.pp, sharded, clock)
+    passes: Accumulated | Pipelined
+    if runtime.pp.mesh is not None:
+        passes = Pipelined(run, model, runtime.pp, sharded, clock)
+        units, unit = len(model.part.layers), "layer"
+    elif run.config.parallel.rebalance == "on" or run.config.train.micro_batches:
+        passes = Accumulated(run, model, sharded, clock)
+        units, unit = run.micro_batches_of[runtime.coordinate.dp], "micro-batch"
+    else:
+        passes = Accumulated(run, model, sharded)
+        return passes, SlowReport(runtime, every, clock, by_place=by_place) if clock else None
     if clock is None:
-        return pipelined, None
-    layers = len(model.part.layers)
-    return pipelined, SlowReport(runtime, every, clock, layers, pipelined.take_spans, by_place)
+        return passes, None
+    return passes, SlowReport(runtime, every, clock, units, unit, passes.take_spans, by_place)

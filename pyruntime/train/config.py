@@ -173,6 +173,9 @@ class Train:
     micro_batch_size: int = 8
     """Sequences per forward and backward pass of a rank. This times dp divides batch_size; the quotient is
     the number of passes whose gradients are accumulated."""
+    micro_batches: tuple[int, ...] = ()
+    """Micro-batches of each data-parallel rank in a step, for ranks of unequal speed; empty: equal
+    numbers."""
     seq_len: int = 256
     """Tokens per sequence."""
     dtype: choices.Dtype = "bf16"
@@ -262,9 +265,12 @@ class Parallel:
     tp_wire: choices.WireFormat = "same"
     """Rounding of the rows (activations and their gradients) that tensor-parallel ranks gather. All ranks
     compute with the rounded values. Sums are not rounded."""
+    hosts: choices.HostOrder = "started"
+    """Order in which hosts fill the mesh."""
     rebalance: Literal["off", "on"] = "off"
-    """on: if a pipeline rank stays slow, layers move between the stages when a checkpoint is saved
-    (docs/how-to/failures.md), whatever pipeline.layers says."""
+    """on: if a rank stays slow, work moves away from it when a checkpoint is saved
+    (docs/how-to/failures.md): layers of a pipeline, whatever pipeline.layers says; else micro-batches,
+    whatever train.micro_batches says."""
     dp_replicate: int = 1
     """Groups of data-parallel ranks that each hold a whole copy of the model (hybrid sharding); divides
     dp."""
@@ -489,7 +495,7 @@ def replicas(config: RunConfig) -> int:
 
 
 def micro_batches(config: RunConfig) -> int:
-    """Forward and backward passes of a rank per optimizer step."""
+    """Forward and backward passes of a rank per optimizer step; their mean, if ranks take unequal numbers."""
     return config.train.batch_size // (config.train.micro_batch_size * config.parallel.dp)
 
 

@@ -9,8 +9,8 @@ A step with A micro-batches, on each rank:
 
 All ranks of a tensor-parallel group see the same batches. Data-parallel ranks share the sequences of a step,
 and context-parallel ranks the tokens of a sequence. All ranks decide from the same exchanged numbers, so they
-stay in step without further messages. Pipeline stages run the micro-batches in the order of their schedule
-(`pipelined.py`); the last stage has the losses. `figures.py` says when the numbers are read.
+stay in step without further messages. `passes` runs the micro-batches; pipeline stages run them in the order
+of their schedule, and the last stage has the losses. `figures.py` says when the numbers are read.
 
 If data_parallel.method lets replicas synchronize rarely, all of this happens within one replica, and
 `OuterOptimizer.step` follows every step. After the last step the replicas are one model again. If replicas
@@ -43,9 +43,9 @@ from pyruntime.train.assembly import (
     figures_of,
     optimizer_of,
     outer_of,
+    passes_of,
     placement_check,
     sharded_of,
-    stages_of,
     validation_of,
 )
 from pyruntime.train.config import learning_rate
@@ -55,14 +55,13 @@ from pyruntime.train.device import Device
 from pyruntime.train.errors import TrainingError
 from pyruntime.train.figures import MOST_IN_A_ROW, Guard, StepFigures, exchange
 from pyruntime.train.metrics import StepMetrics
-from pyruntime.train.pipelined import move_of
 from pyruntime.train.ranks import on_every_rank
 from pyruntime.train.replicas import join, open_member
 from pyruntime.train.resolved import ResolvedRun
 from pyruntime.train.saving.saver import Saver
 from pyruntime.train.signals import Stopped, StopRequest
 from pyruntime.train.slow.judge import Finding
-from pyruntime.train.slow.rebalance import Move
+from pyruntime.train.slow.rebalance import Move, move_of
 from pyruntime.train.watching.lowest import LowestLoss
 from pyruntime.train.watching.step_profile import StepProfile
 
@@ -97,7 +96,7 @@ class Trainer:
         """This replica's membership, if replicas join and leave."""
         self.outer = outer_of(run, self.sharded, within, between, self.member, runtime)
         """The outer optimizer; None if replicas synchronize in every step."""
-        self._pipelined, self._slow = stages_of(run, model, self.sharded, runtime)
+        self._passes, self._slow = passes_of(run, model, self.sharded, runtime)
         self._types = placement_check(run, model, self.sharded, runtime)
         self._figures = figures_of(run, model, within, self.outer, runtime, self._slow is not None)
         self._guard = Guard(run.config.optimizer.spike_factor)
@@ -109,12 +108,10 @@ class Trainer:
         self._skips = run.config.optimizer.on_bad_step == "skip"
         self._saver = Saver(run_dir, self.sharded, runtime.world, run.config.checkpoint, self.outer)
         self._batches, self._validation = batches_of(run, corpus, runtime), validation_of(run, corpus)
-        self._backward_seed = torch.tensor(1.0 / run.micro_batches, device=runtime.device)
         self._moved: Sequence[int] = ()
-        """Layers of each stage, if they have moved."""
+        """The run's `work`, if it has moved."""
         self.move: Move | None = None
-        """Layers about to move between stages, for which `fit` ended early; the saved checkpoint records
-        them."""
+        """Work about to move, for which `fit` ended early; the saved checkpoint records it."""
         self.step = self._samples = 0
         self.tiers = Report(())
         self._deal: Sequence[int] = ()
@@ -129,8 +126,8 @@ class Trainer:
         self._guard.resume(found.norms, found.skipped, found.in_a_row)
         self.lowest.since = found.since_lowest
         self.lowest.loss = math.inf if found.lowest_loss is None else found.lowest_loss
-        moves, layers = self._config.parallel.rebalance == "on", self._config.pipeline.layers
-        self._moved = layers if moves and tuple(found.layers) == layers else ()
+        if self._config.parallel.rebalance == "on" and self._run.moved_before(found) == self._run.work:
+            self._moved = self._run.work
         self._resumed = folder, self.step
 
     @property
@@ -171,8 +168,7 @@ class Trainer:
         """Restores the unsharded model, with its current weights."""
         if self._slow is not None:
             self._slow.close()
-        if self._pipelined is not None:
-            self._pipelined.close()
+        self._passes.close()
         if self.outer is not None:
             self.outer.close()
         self.sharded.close()
@@ -181,7 +177,7 @@ class Trainer:
         self, ledger: StepLedger | None = None, profile: StepProfile | None = None
     ) -> Iterator[StepMetrics]:
         """Takes the remaining steps and yields each one's metrics, on every rank. `ledger` enters every step,
-        `profile` records those it wants. Ends early, at a checkpoint, if layers must move (`move`), or where
+        `profile` records those it wants. Ends early, at a checkpoint, if work must move (`move`), or where
         the validation loss no longer falls (`lowest`).
 
         Leaves a resumable checkpoint. Raises `Stopped` on all ranks after a step in which any of them
@@ -236,7 +232,7 @@ class Trainer:
 
     def _look_for_slow(self) -> list[Finding]:
         """Returns new findings about slow ranks and links, if a look is due after this step. If a checkpoint
-        is also due, and the run continues, decides whether layers move."""
+        is also due, and the run continues, decides whether work moves."""
         slow, every_steps = self._slow, self._config.checkpoint.every_steps
         if slow is None:
             return []
@@ -300,32 +296,15 @@ class Trainer:
                 raise self._bad(figures, why, names) from error
 
     def _forward_and_backward(self, step: int) -> torch.Tensor:
-        """Runs all micro-batches; returns their mean loss, in a pipeline on the last stage. Each counts by
+        """Runs all micro-batches; returns their loss, in a pipeline on the last stage. Each counts by
         its targets, so that the mean over ranks is the mean over the targets of all."""
         train = self._config.train
         if self.member is not None:
             self._samples = (self.member.step_of_data(step) - 1) * train.batch_size
         batch = self._batches.take(self._samples)
         self._samples += train.batch_size
-        size = train.micro_batch_size
-        micro = [self._mine(each) for each in batch.split(size)]
-        checking = self._types or contextlib.nullcontext()
-        if self._pipelined is not None:
-            with checking:
-                return self._pipelined.step(micro, 1.0 / self._run.micro_batches)
-        loss = torch.zeros((), device=self._device.device)
-        for each in micro:
-            is_last = each is micro[-1]
-            with marked("forward"), checking:
-                loss_micro = self.model(each.ids, each.labels, each.documents)
-            if self._types is not None:
-                self._types.expect(loss_micro, "The loss", tp="replicated", cp="partial")
-            accumulating = contextlib.nullcontext() if is_last else self.sharded.accumulate()
-            seed = self._backward_seed if each.weight == 1 else self._backward_seed * each.weight
-            with accumulating, marked("backward"):
-                loss_micro.backward(seed)
-            loss += loss_micro.detach() * seed
-        return loss
+        micro = [self._mine(each) for each in batch.split(train.micro_batch_size)]
+        return self._passes.step(micro, self._types)
 
     def _mine(self, batch: Batch) -> Batch:
         """Returns this rank's tokens of whole sequences, on its device, and the documents of all."""
@@ -359,18 +338,14 @@ class Trainer:
         for number, batch in self._validation:
             counts[number] += batch.targets
         self.model.eval()
-        with torch.no_grad():
-            # Every rank makes the same number of forward passes, since they may gather weights.
-            for first in range(0, len(self._validation), dp):
-                index = first + self._runtime.coordinate.dp
-                number, whole = self._validation[min(index, len(self._validation) - 1)]
-                batch = self._mine(whole)
-                if self._pipelined is not None:
-                    loss = self._pipelined.evaluate(batch)
-                else:
-                    loss = self.model(batch.ids, batch.labels, batch.documents)
-                if index < len(self._validation):
-                    totals[number] += loss.double() * (batch.targets / self._runtime.sizes.cp)
+        # Every rank makes the same number of forward passes, since they may gather weights.
+        for first in range(0, len(self._validation), dp):
+            index = first + self._runtime.coordinate.dp
+            number, whole = self._validation[min(index, len(self._validation) - 1)]
+            batch = self._mine(whole)
+            loss = self._passes.evaluate(batch)
+            if index < len(self._validation):
+                totals[number] += loss.double() * (batch.targets / self._runtime.sizes.cp)
         self.model.train()
         sums = exchange(totals.tolist(), self._runtime)[..., 0, :].flatten(0, 2).T.tolist()
         return {
@@ -440,8 +415,8 @@ class Trainer:
             val_loss=self._val_loss if self._val_loss is not None and math.isfinite(self._val_loss) else None,
             lowest_loss=lowest.loss if math.isfinite(lowest.loss) else None,
             since_lowest=lowest.since,
-            layers=tuple(self._moved if self.move is None else self.move.after),
         )
+        facts = self._run.moving(facts, self._moved if self.move is None else self.move.after)
         with self._stop.saving():
             self._saver.begin(facts)
             if and_wait:

@@ -55,7 +55,9 @@ class ResolvedRun:
     """The shape of the model."""
     mesh: MeshSizes
     micro_batches: int
-    """Forward and backward passes of a rank in a step."""
+    """Forward and backward passes of a rank in a step; their mean, if ranks take unequal numbers."""
+    micro_batches_of: tuple[int, ...]
+    """Those of each data-parallel rank."""
     tokens_per_step: int
     """Tokens of a step over all ranks."""
     slices: tuple[int, ...]
@@ -103,9 +105,36 @@ class ResolvedRun:
         """Returns the part of the model on that pipeline rank; None (the whole model) without a pipeline."""
         return None if self.mesh.pp == 1 else stage.part_of_layers(self.shape, self.layers_of(rank))
 
-    def with_layers(self, layers: Sequence[int]) -> ResolvedRun:
-        """The run with these numbers of layers in its stages. Raises ConfigError if they do not fit."""
-        return resolve(_with_layers(self.config, layers), self.shape, self.mesh.ranks)
+    def sequences_of(self, ranks: range) -> range:
+        """Returns the sequences of a step that these data-parallel ranks take."""
+        size, ends = self.config.train.micro_batch_size, [0, *itertools.accumulate(self.micro_batches_of)]
+        return range(size * ends[ranks.start], size * ends[ranks.stop])
+
+    @property
+    def work(self) -> tuple[int, ...]:
+        """The work that may move away from a slow rank: layers of each stage of a pipeline, else
+        micro-batches of each data-parallel rank."""
+        return tuple(map(len, self.layers)) if self.mesh.pp > 1 else self.micro_batches_of
+
+    def with_work(self, work: Sequence[int]) -> ResolvedRun:
+        """Returns the run with this `work`. Raises ConfigError if it does not fit."""
+        if self.mesh.pp > 1:
+            config = _with_layers(self.config, work)
+        else:
+            train = dataclasses.replace(self.config.train, micro_batches=tuple(work))
+            config = dataclasses.replace(self.config, train=train)
+        return resolve(config, self.shape, self.mesh.ranks)
+
+    def moved_before(self, facts: CheckpointFacts) -> tuple[int, ...]:
+        """Returns the `work` to which a checkpoint's run had moved; empty if it had not, or does not fit."""
+        moved = facts.layers if self.mesh.pp > 1 else facts.micro_batches
+        return tuple(moved) if (len(moved), sum(moved)) == (len(self.work), sum(self.work)) else ()
+
+    def moving(self, facts: CheckpointFacts, work: Sequence[int]) -> CheckpointFacts:
+        """Returns the facts of a checkpoint with which a run goes on with that `work`."""
+        if self.mesh.pp > 1:
+            return dataclasses.replace(facts, layers=tuple(work))
+        return dataclasses.replace(facts, micro_batches=tuple(work))
 
     def to_json(self) -> str:
         """Returns the content of FILE_NAME."""
@@ -135,6 +164,7 @@ def resolve(config: RunConfig, shape: LlamaConfig, world_size: int) -> ResolvedR
         shape,
         mesh,
         micro_batches(config),
+        config.train.micro_batches or (micro_batches(config),) * mesh.dp,
         tokens_per_step(config),
         _slices(config),
         _placement(config),
@@ -186,7 +216,8 @@ def settled(config: RunConfig, shape: LlamaConfig) -> RunConfig:
 def _check_movable(config: RunConfig, shape: LlamaConfig) -> None:
     """Raises ConfigError if layers may move between stages that have only one layer each."""
     layers = shape.num_hidden_layers
-    if config.parallel.rebalance == "on" and layers == len(_placement(config)):
+    parallel = config.parallel
+    if parallel.rebalance == "on" and parallel.pp > 1 and layers == len(_placement(config)):
         raise ConfigError(
             f"parallel.rebalance=on moves layers between stages, but the model's {layers} layers are one per "
             "stage; use fewer stages, or leave out parallel.rebalance."

@@ -108,7 +108,7 @@ class RankRun:
     """State of a run on this rank, from its preparation to its end."""
 
     run: ResolvedRun
-    """The current run: layers may have moved between stages."""
+    """The current run: layers may have moved between stages, or micro-batches between ranks."""
     runtime: Runtime
     stop: StopRequest
     run_dir: Path
@@ -153,12 +153,12 @@ class RankRun:
                 path.write_text(self.run.to_json(), encoding="utf-8")
 
     def go_on_as(self, run: ResolvedRun, folder: Path) -> None:
-        """Continues from the checkpoint in `folder` as `run`, which has other layers in its stages."""
+        """Continues from the checkpoint in `folder` as `run`, whose `work` is divided otherwise."""
         self.run = run
         self.trainer.close()
         del self.trainer, self.model
         gc.collect()  # frees weights and states of the old stages before the new ones are made
-        self.make_model("Moving layers")
+        self.make_model("Moving work away from slow ranks")
         self.make_trainer()
         self.trainer.resume(folder)
         self.write_resolved()
@@ -175,7 +175,7 @@ def prepare(
     begun, run_dir = _folder(asked, name, runtime, held)
     if begun.start_at:
         stop.says(f"before the first step; go on with --checkpoint.resume {begun.start_at}.")
-    run = _with_layers_of(begun.start_at, asked, runtime)
+    run = _with_work_of(begun.start_at, asked, runtime)
     progress = _progress(run.config, runtime, stop)
     text = corpus.open_everywhere(run.config, tokenizer, runtime.world, progress.say)
     _compare_first_weights(run.config, runtime)
@@ -227,18 +227,18 @@ def _folder(
     return begun, run_dir
 
 
-def _with_layers_of(start_at: Path | None, asked: ResolvedRun, runtime: Runtime) -> ResolvedRun:
-    """Returns the run with the layers of the checkpoint in `start_at`, if they had moved between as many
-    stages; else `asked`. Every rank calls it."""
+def _with_work_of(start_at: Path | None, asked: ResolvedRun, runtime: Runtime) -> ResolvedRun:
+    """Returns the run with the work of the checkpoint in `start_at`, if it had moved and fits; else `asked`.
+    Every rank calls it."""
     if start_at is None or asked.config.parallel.rebalance == "off":
         return asked
-    layers = on_rank_0(
+    work = on_rank_0(
         runtime.world,
-        "Settling the layers",
-        lambda: list(checkpoint_folder.read(start_at).layers),
+        "Settling who does which work",
+        lambda: list(asked.moved_before(checkpoint_folder.read(start_at))),
         list[int],
     )
-    return asked.with_layers(layers) if len(layers) == len(asked.placement) else asked
+    return asked.with_work(work) if work else asked
 
 
 def _progress(config: RunConfig, runtime: Runtime, stop: StopRequest) -> Progress:
@@ -283,9 +283,9 @@ def _introduce(job: RankRun, begun: Beginning, tuned: str) -> None:
 
 
 def _go_on(job: RankRun, asked: ResolvedRun, saved: Sequence[Path]) -> None:
-    """Loads the first complete checkpoint of `saved`, with its distribution of layers."""
+    """Loads the first complete checkpoint of `saved`, with its distribution of work."""
     start_at = _resume(job.trainer, saved, job.say)
-    if start_at != saved[0] and (run := _with_layers_of(start_at, asked, job.runtime)) != job.run:
+    if start_at != saved[0] and (run := _with_work_of(start_at, asked, job.runtime)) != job.run:
         job.go_on_as(run, start_at)
     job.say(job.trainer.what_is_not_resumed(start_at))
 
@@ -337,7 +337,7 @@ def _use_tuning(run: ResolvedRun, runtime: Runtime) -> str:
 
 
 def train(job: RankRun, held: contextlib.ExitStack) -> None:
-    """Takes the remaining steps, with a new trainer whenever layers have moved between stages."""
+    """Takes the remaining steps, with a new trainer whenever work has moved."""
     job.first = job.trainer.step
     sinks = _sinks(job, held)
     bytes_before = _bytes_read()
@@ -351,8 +351,8 @@ def train(job: RankRun, held: contextlib.ExitStack) -> None:
                 log.add(measured, job.trainer)
             if job.trainer.move is None:
                 break
-            assert job.trainer.saved is not None  # that is where layers move
-            job.go_on_as(job.run.with_layers(job.trainer.move.after), job.trainer.saved)
+            assert job.trainer.saved is not None  # that is where work moves
+            job.go_on_as(job.run.with_work(job.trainer.move.after), job.trainer.saved)
     job.bytes_moved = _bytes_read() - bytes_before
     steps, lowest = job.run.config.train.steps, job.trainer.lowest
     if job.trainer.step < steps and lowest.has_ended:

@@ -46,6 +46,7 @@ LEFT = {
     "optimizer.rounding": "a file of tests of its own",
     "parallel.rebalance": "a file of tests of its own",
     "parallel.tp_wire": "a file of tests of its own",
+    "parallel.hosts": "the numbers of ranks, before anything is computed; tests/comm/test_links.py",
     "pipeline.wire": "a file of tests of its own",
     "context.wire": "a file of tests of its own",
     "train.ledger": "a file of tests of its own",
@@ -173,7 +174,9 @@ def runs(folder: Path) -> dict[str, RunConfig]:
     more = changed(made["adapters"], lora=from_adapters, parallel={"pp": 1, "dp": 2, "zero": 3})
     made["more adapters"] = in_folder(more, folder, "more adapters")
     from_model = Model(init_from=f"{made['slices'].output.run_dir}/model")
-    begun = changed(dataclasses.replace(base, model=from_model), parallel={"dp": 4, "zero": 1})
+    unequal = {"batch_size": 8, "micro_batches": (1, 3, 2, 2)}
+    begun = dataclasses.replace(base, model=from_model)
+    begun = changed(begun, train=unequal, parallel={"dp": 4, "zero": 1})
     made["init_from"] = in_folder(begun, folder, "init_from")
     return made
 
@@ -189,7 +192,7 @@ def on_one_rank(config: RunConfig, folder: Path, name: str) -> RunConfig:
     config = dataclasses.replace(config, **one, comm=Comm(), output=output)
     # Routers count the tokens of a micro-batch of all ranks.
     size = config.train.micro_batch_size * dp
-    config = changed(config, train={"profile": "", "micro_batch_size": size})
+    config = changed(config, train={"profile": "", "micro_batch_size": size, "micro_batches": ()})
     return in_folder(config, folder, f"{name} alone")
 
 

@@ -92,11 +92,17 @@ MESHES = {  # the rest of four ranks is tensor parallel
     "pp": {"parallel": {"pp": 2}},
     "pp and cp": {"parallel": {"pp": 2, "cp": 2}, "pipeline": {"kind": "seq1f1b", "slices": 2}},
     "pp and dp": {"parallel": {"pp": 2, "dp": 2}, "pipeline": {"kind": "zb-h1"}},
+    "unequal": {"parallel": {"dp": 2}, "train": {"micro_batch_size": 1, "micro_batches": (6, 2)}},
+    "unequal and cp": {"parallel": {"dp": 2, "cp": 2, "zero": 2}, "train": {"micro_batches": (1, 3)}},
+    "unequal replicas": {
+        "parallel": {"dp": 4, "dp_replicate": 2, "zero": 2},
+        "train": {"micro_batch_size": 1, "micro_batches": (1, 3, 2, 2)},
+    },
 }
 
 
 @pytest.mark.parametrize("name", MESHES)
-@pytest.mark.second_tier(but=["pp and cp", "zero 3 and cp"])
+@pytest.mark.second_tier(but=["pp and cp", "zero 3 and cp", "unequal"])
 def test_every_mesh_learns_the_same(ranks, whole, reference, name, tmp_path):
     config, expected = whole
     moments = {}

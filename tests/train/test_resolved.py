@@ -65,7 +65,7 @@ def test_the_stages_of_a_pipeline_their_ranks_and_their_layers():
     assert run.placement == (0, 1, 0, 1) and run.schedule.placement == run.placement
     assert run.layers == (range(2), range(2, 3), range(3, 5), range(5, 6))
     assert [run.part_of(rank).layers for rank in range(2)] == [(0, 1, 3, 4), (2, 5)]
-    moved = run.with_layers((1, 2, 1, 2))
+    moved = run.with_work((1, 2, 1, 2))
     assert moved.config.pipeline.layers == (1, 2, 1, 2) and moved.part_of(1).layers == (1, 2, 4, 5)
     assert moved == dataclasses.replace(run, config=moved.config, layers=moved.layers)
     assert pickle.loads(pickle.dumps(run)) == run

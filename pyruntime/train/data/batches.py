@@ -70,9 +70,9 @@ def windows(tokens: Tokens, seq_len: int) -> int:
 class Batches:
     """The batches of a run's steps, in the order of its seed.
 
-    A thread reads the next batch while a step computes. Every rank makes one. share, shares: this rank's part
-    of a batch's sequences, and the number of parts. together: parts whose gradients are summed; 0: all.
-    masks: whether documents are told apart.
+    A thread reads the next batch while a step computes. Every rank makes one. own: the sequences of a step
+    that this rank takes; None: all. together: those of the ranks whose gradients are summed with its; None:
+    all of the step. masks: whether documents are told apart.
     """
 
     def __init__(
@@ -83,9 +83,8 @@ class Batches:
         seq_len: int,
         vocab_size: int,
         *,
-        share: int = 0,
-        shares: int = 1,
-        together: int = 0,
+        own: range | None = None,
+        together: range | None = None,
         masks: bool = True,
     ):
         self._sources = [source.train for source in corpus.sources]
@@ -100,8 +99,8 @@ class Batches:
             corpus.weights,
         )
         self._seed, self._seq_len, self._vocab_size, self._masks = seed, seq_len, vocab_size, masks
-        self._size, self._share, self._mine = batch_size, share, batch_size // shares
-        self._together = together or shares
+        self._size, everything = batch_size, range(batch_size)
+        self._own, self._together = own or everything, together or everything
         self._ahead: dict[int, Future[Batch]] = {}
 
     def take(self, first: int) -> Batch:
@@ -125,17 +124,17 @@ class Batches:
 
     def read(self, first: int) -> Batch:
         """Returns the same, but reads nothing ahead."""
-        samples = self._order.samples(first + self._share * self._mine, self._mine)
+        samples = self._order.samples(first + self._own.start, len(self._own))
         batch = _batch([self._row(sample) for sample in samples], self._masks, self._of_step(first))
         self._check(batch.ids, batch.labels)
         return batch
 
     def _of_step(self, first: int) -> tuple[int, int]:
         """Returns the sequences and the targets of the ranks whose gradients are summed with this one's."""
-        count = self._together * self._mine
+        count = len(self._together)
         if not any(self._packed):
             return count, count * self._seq_len
-        samples = self._order.samples(first + self._share // self._together * count, count)
+        samples = self._order.samples(first + self._together.start, count)
         return count, sum(map(self._targets, samples))
 
     def _targets(self, sample: SampleWindow) -> int:

@@ -1,1 +1,1 @@
-"""Finds ranks that compute slowly and links that send slowly, and moves layers away from a slow rank."""
+"""Finds ranks that compute slowly and links that send slowly, and moves work away from a slow rank."""

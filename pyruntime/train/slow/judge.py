@@ -1,10 +1,11 @@
 """Decides which rank computes longer than its peers, and which link sends slower than the others.
 
 Pure functions of measurements that all ranks have, so all decide alike. After each window of steps a rank is
-late if its seconds (per layer, in a pipeline) exceed the median of its peers by FACTOR, and by more than
-ERRORS standard errors of both. It is slow after WINDOWS late windows in a row, until as many are in time.
-Measuring computation and links separately is from FALCON (Wu et al. 2024, arXiv 2410.12588). Malleus (Li et
-al. 2024, arXiv 2410.13333) plans by how many times as long as others a rank computes.
+late if its seconds (per layer, in a pipeline, or per micro-batch where these may move) exceed the median of
+its peers by FACTOR, and by more than ERRORS standard errors of both. It is slow after WINDOWS late windows in
+a row, until as many are in time. Measuring computation and links separately is from FALCON (Wu et al. 2024,
+arXiv 2410.12588). Malleus (Li et al. 2024, arXiv 2410.13333) plans by how many times as long as others a rank
+computes.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class Window:
 
     layer_s: float
     """Median over the steps of the seconds in which the rank did not wait for peers, copy or sum: in a
-    pipeline per layer that it holds, else per step."""
+    pipeline per layer that it holds, else per step, or per micro-batch if these may move."""
     error_s: float = 0.0
     """Standard error of that median."""
     rest_s: float = 0.0
-    """In a pipeline, seconds beside layers: embedding, head, loss, weights, reading text."""
+    """If work may move, seconds beside it: in a pipeline embedding, head and loss; weights, reading text."""
     waited_for: int = -1
     """The rank of the job that this one waited for most; -1: none."""
     waited_s: float = 0.0
@@ -117,18 +118,18 @@ class _Others:
 
 class Judge:
     """Finds slow ranks and links. hosts: host names, by rank. roles: groups of ranks that are compared.
-    every: steps of a window. by_layer: ranks hold layers of a pipeline. places: where ranks are, for
-    sentences."""
+    every: steps of a window. unit: the name of what seconds are given for, "layer" or "micro-batch"; empty:
+    a whole step. places: where ranks are, for sentences."""
 
     def __init__(
         self,
         hosts: Sequence[str],
         roles: Sequence[Sequence[int]],
         every: int,
-        by_layer: bool = False,
+        unit: str = "",
         places: Sequence[str] = (),
     ):
-        self.hosts, self._roles, self._steps, self._by_layer = hosts, roles, WINDOWS * every, by_layer
+        self.hosts, self._roles, self._steps, self._unit = hosts, roles, WINDOWS * every, unit
         self._places = places
         self._ranks = [_Lateness() for _ in hosts]
         self._links: collections.defaultdict[tuple[str, int, int], _Lateness] = collections.defaultdict(
@@ -207,7 +208,7 @@ class Judge:
                 f"{self._steps} steps, and is no longer slow."
             )
             return Finding(rank, host, times, sentence, is_slow=False)
-        per = "a step and layer" if self._by_layer else "a step"
+        per = f"a step and {self._unit}" if self._unit else "a step"
         waits = [
             (each.waited_s, other) for other, each in enumerate(windows) if each.waited_for == rank != other
         ]

@@ -72,12 +72,12 @@ class OwnClock:
 
 @dataclasses.dataclass
 class PassSpans:
-    """The work of a pipeline rank in one step."""
+    """The work of a rank in one step, if work may move."""
 
     passes: list[Span] = dataclasses.field(default_factory=list)
     """All forward and backward passes."""
     layers: list[Span] = dataclasses.field(default_factory=list)
-    """Forward passes in layers."""
+    """Forward passes in layers; without a pipeline all passes."""
     rest: list[Span] = dataclasses.field(default_factory=list)
     """Forward passes in embedding, norm, head and loss."""
     weight: float = 1.0

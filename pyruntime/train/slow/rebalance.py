@@ -1,8 +1,10 @@
-"""Chooses how many layers each pipeline stage holds, from its ranks' measured seconds per layer.
+"""Chooses how many layers each pipeline stage holds, or without a pipeline how many micro-batches each
+data-parallel rank takes, from the seconds that ranks need for one.
 
-Pure functions of numbers that all ranks have. The slowest rank sets the pace of a pipeline, so its seconds
-are minimized. Malleus (Li et al. 2024, arXiv 2410.13333) distributes layers by how far ranks straggle, and
-also regroups ranks; here all layers cost the same, and stages keep their ranks.
+Functions of numbers that all ranks have. The slowest rank sets the pace, so its seconds are minimized.
+Malleus (Li et al. 2024, arXiv 2410.13333) distributes layers by how far ranks straggle, and also regroups
+ranks; here all layers cost the same, and stages keep their ranks. Micro-batches that follow speed are
+strategy S2 of FALCON (Wu et al. 2024, arXiv 2410.12588).
 """
 
 from __future__ import annotations
@@ -11,7 +13,13 @@ import dataclasses
 from collections.abc import Sequence
 from statistics import median
 
-from pyruntime.train.slow.judge import Window
+import torch
+
+from pyruntime.comm import Runtime
+from pyruntime.pipeline.split import least_largest
+from pyruntime.train.resolved import ResolvedRun
+from pyruntime.train.slow.judge import WINDOWS, Window
+from pyruntime.train.slow.windows import SlowReport
 
 GAIN = 0.1
 """Least share of the slowest stage's seconds that a move must save."""
@@ -19,7 +27,8 @@ GAIN = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """Layers of each stage, before and after, and the expected saving."""
+    """Layers of each stage, or micro-batches of each data-parallel rank, before and after, and the expected
+    saving."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -28,70 +37,64 @@ class Move:
     sentence: str
 
 
-def least_largest(per_layer: Sequence[float], rest: Sequence[float], fewest: int, layers: int) -> list[int]:
-    """Returns the layers n[r] of each rank that minimize the largest rest[r] + n[r] * per_layer[r].
-
-    Each layer goes to the rank that has the fewest seconds with it. This is optimal. Suppose another
-    assignment has a smaller maximum M. Here some rank r exceeds M, so n[r] is larger than there; then some
-    rank s holds fewer layers than there. With one layer more s would stay within M, so r's last layer would
-    have gone to s.
-
-    fewest: layers that each rank keeps. Raises ValueError if there are not enough.
-    """
-    if fewest * len(per_layer) > layers:
-        raise ValueError(f"{layers} layers do not give {fewest} to each of {len(per_layer)} ranks.")
-    counts = [fewest] * len(per_layer)
-    for _ in range(layers - sum(counts)):
-        with_one_more = [
-            rest_s + (count + 1) * layer_s
-            for rest_s, count, layer_s in zip(rest, counts, per_layer, strict=True)
-        ]
-        counts[with_one_more.index(min(with_one_more))] += 1
-    return counts
+def move_of(run: ResolvedRun, runtime: Runtime, slow: SlowReport, is_moved: bool) -> Move | None:
+    """Returns which work moves now, the same on all ranks; None: none. It moves only if a rank is slow, or if
+    it has moved before (is_moved) and may move back."""
+    if len(slow.windows) < WINDOWS or not (slow.slow_ranks or is_moved):
+        return None
+    grid = runtime.by_axes(torch.arange(runtime.world.size()))
+    in_pipeline = run.mesh.pp > 1
+    ranks = (grid if in_pipeline else grid.movedim(1, 0)).flatten(1).tolist()
+    placement = run.placement if in_pipeline else range(run.mesh.dp)
+    return best_move(slow.windows, ranks, placement, run.work, slow.slow_ranks, slow.names, in_pipeline)
 
 
 def best_move(
     windows: Sequence[Sequence[Window]],
     ranks_of: Sequence[Sequence[int]],
     placement: Sequence[int],
-    layers: Sequence[int],
+    work: Sequence[int],
     slow: Sequence[int],
     names: Sequence[str],
+    in_pipeline: bool = True,
 ) -> Move | None:
     """Returns the move that saves most; None if it saves less than GAIN.
 
-    windows: measurements of all ranks. ranks_of: ranks at each place in the pipeline. placement: place of
-    each stage. layers: of each stage now. slow: slow ranks; names: of all ranks, for the sentence.
+    windows: measurements of all ranks. ranks_of: ranks at each place in the pipeline, else of each
+    data-parallel rank. placement: place of each stage. work: layers of each stage now, else micro-batches of
+    each data-parallel rank. slow: slow ranks; names: of all ranks, for the sentence.
     """
 
     def of_place(ranks: Sequence[int], name: str) -> float:
         """Returns the slowest rank's median: the ranks of a place wait for it."""
         return max(median(getattr(window[rank], name) for window in windows) for rank in ranks)
 
-    per_layer = [of_place(ranks, "layer_s") for ranks in ranks_of]
+    per_unit = [of_place(ranks, "layer_s") for ranks in ranks_of]
     rest = [of_place(ranks, "rest_s") for ranks in ranks_of]
     now = [0] * len(ranks_of)
-    for count, place in zip(layers, placement, strict=True):
+    for count, place in zip(work, placement, strict=True):
         now[place] += count
-    then = least_largest(per_layer, rest, len(placement) // len(ranks_of), sum(layers))
-    gain = 1 - _largest(per_layer, rest, then) / _largest(per_layer, rest, now)
+    then = least_largest(per_unit, rest, len(placement) // len(ranks_of), sum(work))
+    gain = 1 - _largest(per_unit, rest, then) / _largest(per_unit, rest, now)
     if gain < GAIN:
         return None
     after = _by_stage(then, placement)
-    told = ", ".join(f"{seconds:.3g}" for seconds in per_layer)
+    told = ", ".join(f"{seconds:.3g}" for seconds in per_unit)
     why = "".join(f"{names[rank]} is slow, and " for rank in slow)
-    before, ahead = (", ".join(map(str, each)) for each in (layers, after))
+    before, ahead = (", ".join(map(str, each)) for each in (work, after))
+    what, which = "micro-batches of the data-parallel ranks", f"they take {told} s for each of them"
+    if in_pipeline:
+        what = "layers of the stages"
+        which = f"the ranks of the pipeline take {told} s a step for each layer they hold"
     sentence = (
-        f"layers of the stages go from {before} to {ahead}: {why}the ranks of the pipeline take {told} s a "
-        f"step for each layer they hold, so that the one that takes longest will take {gain:.0%} less."
+        f"{what} go from {before} to {ahead}: {why}{which}, so that the one that takes longest will take "
+        f"{gain:.0%} less."
     )
-    return Move(tuple(layers), after, gain, sentence)
+    return Move(tuple(work), after, gain, sentence)
 
 
-def _largest(per_layer: Sequence[float], rest: Sequence[float], counts: Sequence[int]) -> float:
-    return max(
-        rest_s + count * layer_s for rest_s, count, layer_s in zip(rest, counts, per_layer, strict=True)
-    )
+def _largest(per_unit: Sequence[float], rest: Sequence[float], counts: Sequence[int]) -> float:
+    return max(rest_s + count * unit_s for rest_s, count, unit_s in zip(rest, counts, per_unit, strict=True))
 
 
 def _by_stage(counts: Sequence[int], placement: Sequence[int]) -> tuple[int, ...]:

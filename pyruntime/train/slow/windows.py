@@ -36,8 +36,9 @@ FEWEST = 5
 class SlowReport:
     """Looks for slow ranks and links. Every rank of a run makes one.
 
-    every: steps of a window. clock: by which to time steps. layers: layers that this pipeline rank holds.
-    take_spans: returns what it did by that clock since the last call. by_place: context-parallel ranks have
+    every: steps of a window. clock: by which to time steps. units: the layers that this pipeline rank holds,
+    or the micro-batches of this data-parallel rank; unit: their name; empty: a whole step. take_spans:
+    returns what it did by that clock since the last call. by_place: context-parallel ranks have
     different amounts of work, so ranks are compared only with those of the same place on that axis.
     """
 
@@ -46,16 +47,17 @@ class SlowReport:
         runtime: Runtime,
         every: int,
         clock: OwnClock,
-        layers: int = 1,
+        units: int = 1,
+        unit: str = "",
         take_spans: Callable[[], PassSpans] | None = None,
         by_place: bool = False,
     ):
         self._runtime, self.every, self._clock = runtime, every, clock
-        self._layers, self._take_spans, self._by_place = layers, take_spans, by_place
+        self._units, self._unit, self._take_spans, self._by_place = units, unit, take_spans, by_place
         self._unread: deque[tuple[Span, PassSpans | None]] = deque()
         """Steps that a device may not have taken yet."""
         self._steps: list[tuple[float, float]] = []
-        """Own seconds of each step, per layer and for the rest."""
+        """Own seconds of each step, per unit and for the rest."""
         self._is_first = True
         self._before = comm.peers()
         self._judge: Judge | None = None
@@ -82,8 +84,8 @@ class SlowReport:
         """Reads the seconds of the oldest step that is not read."""
         step, spans = self._unread.popleft()
         own = self._clock.seconds([step])
-        of_layers = own if spans is None else spans.layer_seconds(self._clock)
-        self._steps.append((of_layers / self._layers, own - of_layers))
+        of_units = own if spans is None else spans.layer_seconds(self._clock)
+        self._steps.append((of_units / self._units, own - of_units))
 
     def close(self) -> None:
         """Stops its clock."""
@@ -112,9 +114,7 @@ class SlowReport:
         )
         if self._judge is None:
             hosts = gather(self._runtime.world, "Naming the hosts", socket.gethostname(), str)
-            self._judge = Judge(
-                hosts, self._roles(), self.every, self._runtime.pp.mesh is not None, self._runtime.places
-            )
+            self._judge = Judge(hosts, self._roles(), self.every, self._unit, self._runtime.places)
         self.windows.append([_window(each) for each in told.tolist()])
         return self._judge.add(self.windows[-1])
 

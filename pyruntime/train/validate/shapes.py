@@ -24,7 +24,14 @@ def check_shape(config: RunConfig, shape: LlamaConfig) -> None:
     if shape.mixture is None:
         return
     experts = f"a model with {shape.mixture.experts} experts"
+    parallel, counts = config.parallel, config.train.micro_batches
     for name, is_asked, instead in (
+        (f"train.micro_batches={list(counts)}", bool(counts), "leave it out"),
+        (
+            "parallel.rebalance=on without a pipeline",
+            parallel.rebalance == "on" and parallel.pp == 1,
+            "leave it out",
+        ),
         ("optimizer.name=muon", config.optimizer.name == "muon", "use adamw"),
         ("train.check_types=true", config.train.check_types, "leave it out"),
         (f"parallel.tp_wire={config.parallel.tp_wire}", config.parallel.tp_wire != "same", "leave it out"),

@@ -20,6 +20,7 @@ def first_lines(run: ResolvedRun, data: Corpus, run_dir: Path, runtime: Runtime)
             f"model  {shape.parameter_count() / 1e6:.1f} M parameters, {train.dtype}, {_axes(run)}, "
             f"{torch.get_num_threads()} thread(s) a rank",
             f"device {Device(runtime.device, runtime.why_device).describe()}",
+            *([f"links  {runtime.links.words()}"] if runtime.links is not None else []),
             *([f"lora   {adapters_in_words(run)}"] if config.lora.rank else []),
             f"text   {data}",
             f"steps  {train.steps} of {run.tokens_per_step:,} tokens, in micro-batches of "

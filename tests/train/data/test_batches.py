@@ -73,7 +73,10 @@ def test_ranks_share_the_same_samples_on_every_mesh(tmp_path, weights):
         whole = Batches(text, **settings).read(first)
         for shares in (2, 3, 4):
             parts = [
-                Batches(text, **settings, share=rank, shares=shares).read(first) for rank in range(shares)
+                Batches(
+                    text, **settings, own=range(12)[rank * 12 // shares : (rank + 1) * 12 // shares]
+                ).read(first)
+                for rank in range(shares)
             ]
             assert torch.equal(torch.cat([part.ids for part in parts]), whole.ids)
             assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)

@@ -32,7 +32,7 @@ def test_a_slow_rank_is_named_with_its_host_the_factor_the_steps_and_who_waited_
 
 
 def test_it_is_said_once_and_again_when_it_becomes_worse_or_ends():
-    judge = judge_of(2, by_layer=True)
+    judge = judge_of(2, unit="layer")
 
     def said(times):
         return [each for _ in range(10) for each in judge.add([Window(1.0), Window(times)])]

@@ -7,8 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from pyruntime.pipeline.split import least_largest
 from pyruntime.train.slow.judge import WINDOWS, Window
-from pyruntime.train.slow.rebalance import GAIN, best_move, least_largest
+from pyruntime.train.slow.rebalance import GAIN, best_move
 
 
 def largest(per_layer, rest, counts):
@@ -32,8 +33,21 @@ def test_no_assignment_has_a_smaller_largest_rank(fewest):
 
 
 def test_too_few_layers_are_refused():
-    with pytest.raises(ValueError, match="3 layers do not give 2 to each of 2 ranks"):
+    with pytest.raises(ValueError, match="3 layers do not give 2 to each of 2 stages"):
         least_largest([1.0, 1.0], [0.0, 0.0], 2, 3)
+
+
+def test_micro_batches_of_ranks_of_unequal_speed():
+    counts = least_largest([1.0, 1.0, 1.0, 2.0], [0.0] * 4, 1, 12)
+    assert largest([1.0, 1.0, 1.0, 2.0], [0.0] * 4, counts) == 4.0  # 6 in equal shares
+    windows = [[Window(seconds) for seconds in (1.0, 1.0, 1.0, 2.0)]] * WINDOWS
+    names = [f"rank {rank}" for rank in range(4)]
+    move = best_move(windows, [[0], [1], [2], [3]], range(4), (3, 3, 3, 3), [3], names, in_pipeline=False)
+    assert (move.before, move.after) == ((3, 3, 3, 3), (4, 4, 3, 1))
+    assert move.sentence == (
+        "micro-batches of the data-parallel ranks go from 3, 3, 3, 3 to 4, 4, 3, 1: rank 3 is slow, and they "
+        "take 1, 1, 1, 2 s for each of them, so that the one that takes longest will take 33% less."
+    )
 
 
 def found(per_layer, layers, placement, rest=None, ranks_of=None, slow=()):

@@ -3,9 +3,11 @@ losses."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
 
@@ -154,7 +156,23 @@ class Slowed(Trainer):
 
 
 def moving_run(group, config):
-    """The layers that this rank held at the end."""
+    """The layers that each of this rank's trainers held."""
+    return [trainer.layers for trainer in runs(group, config)]
+
+
+def dealing_run(group, config):
+    """The micro-batches of all data-parallel ranks for each of this rank's trainers."""
+    return [trainer.micro_batches for trainer in runs(group, config)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    layers: Sequence[int]
+    micro_batches: Sequence[int]
+
+
+def runs(group, config):
+    """A run whose rank 1 is slow, to its end; what each trainer was made for."""
     trainers, before = [], []
 
     class Kept(Slowed):
@@ -162,7 +180,7 @@ def moving_run(group, config):
             # There is room for one of them: weights and states of the old stages are gone.
             assert [each() for each in before] == [None] * len(before)
             super().__init__(*args, **kwargs)
-            trainers.append(self.model.part.layers)
+            trainers.append(Made(self.model.part.layers, self._run.micro_batches_of))
             before.extend(map(weakref.ref, (self, self.model, self.optimizer)))
 
     with patch.object(run_module, "Trainer", Kept):
@@ -208,6 +226,34 @@ def _goes_on_with_the_layers(ranks, config, after):
     assert [list(map(len, held)) for held in ranks.run(moving_run, 4, config)] == [[3]] * 4
 
 
+@pytest.mark.alone
+@pytest.mark.second_tier
+@pytest.mark.parametrize("zero", [0, 2])
+def test_micro_batches_leave_a_slow_rank_at_a_checkpoint_and_losses_stay(ranks, tmp_path, zero):
+    config = job(tmp_path, 20, 2, dp=2, zero=zero)
+    config = jobs.changed(jobs.changed(config, "optimizer", lr=3e-4), "checkpoint", every_steps=18)
+    stayed = [step.loss for step in ranks.run(jobs.history, 4, config)[0]]
+    config = jobs.changed(jobs.changed(config, "parallel", rebalance="on"), "output", run_dir=str(tmp_path))
+    validate.check(config, 4)
+    assert ranks.run(dealing_run, 4, config) == [[(2, 2), (1, 3)]] * 4
+    run_dir = Path(config.output.run_dir)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    ((step, moved),) = [(line["step"], line["moved"]) for line in lines if "moved" in line]
+    assert (step, moved["before"], moved["after"]) == (18, [2, 2], [1, 3])
+    assert "rank 1 (tp 1, dp 0; host " in moved["sentence"]
+    assert [line["loss"] for line in lines] == pytest.approx(stayed, rel=1e-5)
+    facts = checkpoint_folder.read(run_dir / "checkpoints" / "step-000020")
+    assert (facts.layers, facts.micro_batches) == ([], [1, 3])
+    config = jobs.changed(jobs.changed(config, "train", steps=21), "checkpoint", resume=config.output.run_dir)
+    assert ranks.run(dealing_run, 4, config)[0] == [(1, 3)]
+    # Who goes on without rebalance, or with other ranks, has not asked for these.
+    config = jobs.changed(config, "train", steps=22)
+    assert ranks.run(dealing_run, 4, jobs.changed(config, "parallel", rebalance="off"))[0] == [(2, 2)]
+    config = jobs.changed(jobs.changed(config, "train", steps=23), "parallel", dp=4)
+    assert ranks.run(dealing_run, 4, config)[0] == [(1, 1, 1, 1)]
+
+
 @pytest.mark.second_tier
 def test_who_goes_on_with_an_older_checkpoint_takes_its_layers(ranks, tmp_path):
     """The newest one, whose layers had been moved, is damaged."""
@@ -238,7 +284,7 @@ def rebalanced(**changes):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"parallel.pp": 1}, "parallel.rebalance=on .* parallel.pp=1; set parallel.pp"),
+        ({"parallel.pp": 1}, "parallel.rebalance=on .* parallel.pp=1 and parallel.dp=1; set one of them"),
         ({"checkpoint.every_steps": 0}, "checkpoint.every_steps=0 saves none before the end; set checkpoint"),
         ({"train.slow_every": 0}, "train.slow_every=0 never looks; leave one of them out"),
         ({"train.slow_every": 3}, "train.slow_every must be 0 or at least 5, found 3"),
@@ -248,9 +294,43 @@ def rebalanced(**changes):
 )
 def test_what_layers_that_move_do_not_go_together_with(changes, sentence):
     validate.check(rebalanced(), 2)
-    config = rebalanced(**changes)
+    refused(rebalanced(**changes), sentence)
+
+
+def refused(config, sentence):
     with pytest.raises(ConfigError, match=sentence):
         validate.check(config, config.parallel.pp * config.parallel.dp)
+
+
+OVER_DP = {"parallel.pp": 1, "parallel.dp": 2, "train.micro_batch_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"parallel.rebalance": "on", "train.micro_batch_size": 4},
+            "gives each only one; lower train.micro_b",
+        ),
+        ({"parallel.rebalance": "on", "parallel.zero": 3}, "rebalance=on with parallel.zero=3: .*zero to 2"),
+        ({"train.micro_batches": (5, 3), "parallel.zero": 3}, r"\[5, 3\] with parallel.zero=3"),
+        (
+            {"train.micro_batches": (5, 2)},
+            r"\[5, 2\] must be 2 numbers .* with a sum of 8: train.batch_size=8",
+        ),
+        ({"train.micro_batches": (8, 0)}, "must be 2 numbers of at least 1"),
+        ({"train.micro_batches": (8,)}, "must be 2 numbers"),
+        ({"train.micro_batches": (5, 3), "data_parallel.method": "diloco"}, "method=diloco: replicas that"),
+        (
+            {"train.micro_batches": (3, 1), "train.micro_batch_size": 2, "parallel.pp": 2},
+            r"\[3, 1\] with parallel.pp=2: .* set pipeline.layers",
+        ),
+    ],
+)
+def test_what_unequal_micro_batches_do_not_go_together_with(changes, sentence):
+    unequal = {"parallel.rebalance": "off", "train.micro_batches": (5, 3)}
+    validate.check(rebalanced(**OVER_DP, **unequal), 2)
+    refused(rebalanced(**OVER_DP | {"parallel.rebalance": "off"} | changes), sentence)
 
 
 def test_one_layer_a_stage_cannot_move(tmp_path):

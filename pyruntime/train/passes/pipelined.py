@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -13,13 +14,11 @@ from pyruntime.data_parallel import Sharded
 from pyruntime.data_parallel.optimizer import Holders
 from pyruntime.llama import Llama
 from pyruntime.llama.stage import LlamaStage
+from pyruntime.ops.placements import PlacementCheck
 from pyruntime.pipeline.executor import Pipeline
 from pyruntime.train.data.batches import Batch
 from pyruntime.train.resolved import ResolvedRun
-from pyruntime.train.slow.judge import WINDOWS
 from pyruntime.train.slow.own_clock import OwnClock, PassSpans
-from pyruntime.train.slow.rebalance import Move, best_move
-from pyruntime.train.slow.windows import SlowReport
 
 
 def shared_weights(run: ResolvedRun, model: Llama, runtime: comm.Runtime) -> dict[nn.Parameter, Holders]:
@@ -31,16 +30,6 @@ def shared_weights(run: ResolvedRun, model: Llama, runtime: comm.Runtime) -> dic
     if not model.embed.weight.requires_grad:
         return {}
     return {model.embed.weight: Holders(companion(runtime.pp, "dp", ends).name, counts=rank == ends[0])}
-
-
-def move_of(run: ResolvedRun, runtime: comm.Runtime, slow: SlowReport, is_moved: bool) -> Move | None:
-    """Returns which layers move between stages now, the same on all ranks; None: none. Layers move only if a
-    rank is slow, or if they have moved before (is_moved) and may move back."""
-    if len(slow.windows) < WINDOWS or not (slow.slow_ranks or is_moved):
-        return None
-    ranks = runtime.by_axes(torch.arange(runtime.world.size())).flatten(1).tolist()
-    counts = [len(layers) for layers in run.layers]
-    return best_move(slow.windows, ranks, run.placement, counts, slow.slow_ranks, slow.names)
 
 
 class Pipelined:
@@ -57,7 +46,7 @@ class Pipelined:
         sharded: Sharded,
         clock: OwnClock | None = None,
     ):
-        self._clock, self._model = clock, model
+        self._clock, self._model, self._scale = clock, model, 1.0 / run.micro_batches
         self._spans = PassSpans()
         self._slices, self._batch = run.slices, run.config.train.micro_batch_size
         self._stages = {
@@ -84,16 +73,16 @@ class Pipelined:
         rows = (len(torch.arange(batch * seq).tensor_split(group.size)[group.rank]) for seq in self._slices)
         return [(count, self._model.stream_features) for count in rows]
 
-    def step(self, micro_batches: Sequence[Batch], scale: float) -> Tensor:
-        """Runs forward and backward of all micro-batches; gradients are those of `scale` times the losses,
-        each by its weight.
-        Returns the sum of these on the last stage, 0 on others, float64 on the device."""
+    def step(self, micro_batches: Sequence[Batch], types: PlacementCheck | None = None) -> Tensor:
+        """Runs forward and backward of all micro-batches. Returns the mean of their losses, each by its
+        weight, on the last stage; 0 on others; float64 on the device."""
         began = self._clock.now() if self._clock else None
-        losses = self._pipeline.step(
-            self._cut([each.ids for each in micro_batches]),
-            self._loss(micro_batches, scale),
-            [{"documents": each.documents} for each in micro_batches],
-        )
+        with types or contextlib.nullcontext():
+            losses = self._pipeline.step(
+                self._cut([each.ids for each in micro_batches]),
+                self._loss(micro_batches, self._scale),
+                [{"documents": each.documents} for each in micro_batches],
+            )
         if self._clock and began:
             self._spans.passes.append((began, self._clock.now()))
         return self._sum(losses)

@@ -1,0 +1,173 @@
+"""Measures the links between a job's hosts, and numbers the ranks so that fast links join neighbours.
+
+Launchers number hosts as they come. On a cluster with two kinds of links (islands of fast network that a thin
+one joins) ranks of a tensor- or data-parallel group may then lie in different islands. Axes are counted with
+tp fastest and pp slowest, so if the hosts of an island follow each other, the slow links carry the axis that
+sends least.
+
+Source: Holmes (arXiv 2312.03549, section 4): data parallelism inside one kind of network, the pipeline
+across. There a person says which hosts have which; here it is measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from pyruntime.comm.core import _C
+from pyruntime.comm.exchange import gather, named_failures
+
+SHORT_BYTES, LONG_BYTES = 1 << 16, 1 << 23
+"""Messages that show a link's latency and its rate."""
+TIMES = 3
+"""How often each is sent; the fastest counts."""
+GAP = 2.0
+"""Least ratio of the slowest link in an island to the fastest between islands."""
+
+Table = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class HostLinks:
+    """The links between hosts, the same on every rank."""
+
+    names: tuple[str, ...]
+    """The hosts' names, by the number of their first rank."""
+    ranks: tuple[tuple[int, ...], ...]
+    """The ranks of each host."""
+    latency_s: Table
+    """Seconds of a short message between two hosts, one way; 0 from a host to itself."""
+    bytes_per_s: Table
+    """Rate of a long message; infinite from a host to itself."""
+
+    @cached_property
+    def islands(self) -> tuple[tuple[int, ...], ...]:
+        """The hosts, by number, that fast links join; one island if all links are alike."""
+        return islands(self.bytes_per_s)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The hosts, island by island."""
+        return tuple(itertools.chain.from_iterable(self.islands))
+
+    def number_of(self, rank: int) -> int:
+        """Returns the number of `rank` if ranks are numbered by `order`. Rank 0 keeps its number. Raises
+        ValueError unless hosts have equally many ranks."""
+        counts = {len(ranks) for ranks in self.ranks}
+        if len(counts) > 1:
+            raise ValueError(
+                f"The hosts have {', '.join(str(len(ranks)) for ranks in self.ranks)} ranks; to number them "
+                "by their links, start equally many on each, or leave the numbers as they were started."
+            )
+        by_order = [rank for host in self.order for rank in self.ranks[host]]
+        return by_order.index(rank)
+
+    def words(self) -> str:
+        """Says what was found, and which numbers follow."""
+        names = " | ".join(" ".join(self.names[host] for host in island) for island in self.islands)
+        where = {host: number for number, island in enumerate(self.islands) for host in island}
+        pairs = list(itertools.permutations(where, 2))
+        inside = [self.bytes_per_s[a][b] for a, b in pairs if where[a] == where[b]]
+        between = [self.bytes_per_s[a][b] for a, b in pairs if where[a] != where[b]]
+        if not between:
+            return f"{len(where)} host(s) with links alike{inside and f', {_gbit(inside)}'}"
+        within = f"{_gbit(inside)} inside, " if inside else ""
+        return f"islands of hosts {names}: {within}{_gbit(between)} between; ranks are numbered in this order"
+
+
+def islands(bytes_per_s: Table) -> tuple[tuple[int, ...], ...]:
+    """Returns groups of hosts that links above the widest gap between two rates join, by their first host;
+    all hosts in one group if no gap is at least GAP wide, or if the fast links join all hosts."""
+    count = len(bytes_per_s)
+    pairs = {
+        (one, other): min(bytes_per_s[one][other], bytes_per_s[other][one])
+        for one, other in itertools.combinations(range(count), 2)
+    }
+    rates = sorted(pairs.values())
+    gaps = [(high / low, high) for low, high in itertools.pairwise(rates) if low > 0]
+    widest, fast = max(gaps, default=(1.0, 0.0))
+    found = {host: host for host in range(count)}
+    for (one, other), rate in pairs.items():
+        if (rate >= fast or widest < GAP) and found[one] != found[other]:
+            low, high = sorted((found[one], found[other]))
+            found = {host: low if first == high else first for host, first in found.items()}
+    return tuple(
+        tuple(host for host in range(count) if found[host] == first) for first in sorted(set(found.values()))
+    )
+
+
+def rounds(hosts: int) -> list[list[tuple[int, int]]]:
+    """Returns rounds of disjoint pairs in which each two hosts meet once (the circle method)."""
+    seats: list[int | None] = [*range(hosts), *([None] if hosts % 2 else [])]
+    found = []
+    for _ in range(len(seats) - 1):
+        pairs = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found
+
+
+def measure(group: dist.ProcessGroup, device: torch.device) -> HostLinks:
+    """Measures the links between the hosts of `group`; all its ranks call it. One rank of each host sends
+    TIMES short and long messages to that of each other host and gets them back; pairs of a round do so at
+    once. Raises CommTimeout and PeerLost.
+
+    device: where messages lie, so that they take the network that tensors there take.
+    """
+    doing = "Measuring the links between hosts"
+    told_hosts = gather(group, doing, (_C.host_identity(), socket.gethostname()), tuple[str, str])
+    hosts = list(dict.fromkeys(told_hosts))
+    ranks = tuple(tuple(r for r, other in enumerate(told_hosts) if other == host) for host in hosts)
+    own, mine = group.rank(), hosts.index(told_hosts[group.rank()])
+    found: list[tuple[int, float, float]] = []
+    with named_failures(group, doing):
+        for pairs in rounds(len(hosts)):
+            dist.barrier(group)
+            for pair in pairs:
+                if mine in pair and own == ranks[mine][0]:
+                    other = pair[mine == pair[0]]
+                    seconds = [
+                        _seconds(group, device, nbytes, ranks[other][0], mine < other)
+                        for nbytes in (SHORT_BYTES, LONG_BYTES)
+                    ]
+                    found.append((other, seconds[0], LONG_BYTES / seconds[1]))
+    told = gather(group, doing, found, list[tuple[int, float, float]])
+    latency = [[0.0] * len(hosts) for _ in hosts]
+    rate = [[math.inf] * len(hosts) for _ in hosts]
+    for host, own_ranks in enumerate(ranks):
+        for other, seconds_short, bytes_per_s in told[own_ranks[0]]:
+            latency[host][other], rate[host][other] = seconds_short, bytes_per_s
+    return HostLinks(tuple(name for _, name in hosts), ranks, _frozen(latency), _frozen(rate))
+
+
+def _seconds(group: dist.ProcessGroup, device: torch.device, nbytes: int, peer: int, is_first: bool) -> float:
+    """Returns half of the fastest way there and back."""
+    message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    verbs = (dist.send, dist.recv) if is_first else (dist.recv, dist.send)
+    peer, times = dist.get_global_rank(group, peer), []
+    for _ in range(TIMES + 1):  # the first one opens the connection
+        begin = time.perf_counter()
+        for verb in verbs:
+            verb(message, peer, group=group)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return min(times[1:]) / 2
+
+
+def _frozen(rows: list[list[float]]) -> Table:
+    return tuple(map(tuple, rows))
+
+
+def _gbit(bytes_per_s: Sequence[float]) -> str:
+    """Returns the least and the largest of these rates in words."""
+    low, high = (f"{8e-9 * rate:.3g}" for rate in (min(bytes_per_s), max(bytes_per_s)))
+    return f"{low} Gbit/s" if low == high else f"{low} to {high} Gbit/s"
