@@ -18,6 +18,9 @@ def test_rates_and_faults_are_read_or_refused_with_what_to_write():
     assert plan.parse_rate_of_host("2=300mbit") == (2, 300_000_000)
     assert plan.Fault.parse("link:1@5s+0.5s") == plan.Fault("link:1@5s+0.5s", "link", 1, 5.0, 0.5)
     assert plan.Fault.parse("kill:rank12@2.5s") == plan.Fault("kill:rank12@2.5s", "kill", 12, 2.5, None)
+    assert plan.parse_islands("0,2/1,3") == ((0, 2), (1, 3))
+    with pytest.raises(ValueError, match="names no islands; write the hosts of each, such as 0,2/1,3"):
+        plan.parse_islands("0,2/b")
     for rate in ("1gbps", "fast", "10", "-1mbit", "1kbit", "101gbit"):
         with pytest.raises(ValueError, match=r"use a rate from|write a number and kbit, mbit or gbit"):
             plan.parse_rate(rate)
@@ -35,6 +38,11 @@ def test_rates_and_faults_are_read_or_refused_with_what_to_write():
         (
             [*hosts(2), "--rate-host", "2=1mbit", "--", "true"],
             "--rate-host names host 2; the hosts are 0 to 1",
+        ),
+        ([*hosts(2), "--islands", "0/1", "--", "true"], "--islands and --between belong together"),
+        (
+            [*hosts(3), "--islands", "0/1", "--between", "1mbit", "--", "true"],
+            "--islands must name each of the hosts 0 to 2 once",
         ),
         ([*hosts(2), "--fail", "kill:rank2@1s", "--", "true"], "names rank 2; the ranks are 0 to 1"),
         (hosts(2), "COMMAND is missing; write -- and the command at the end"),
