@@ -3,7 +3,8 @@
 ring            K and V travel round the ranks, half of a rank's tokens in each direction (`ways.py`); a rank
                 computes one block while the next one travels. In the backward pass dK and dV follow one step
                 behind: a rank adds its part to the received sum and sends it on; the owner's neighbour adds
-                last. Memory for a few times S / P tokens of K and V (arXiv 2310.01889, 2311.09431).
+                last. Where ranks see few keys of others, dK and dV go back as the keys came. Memory for a few
+                times S / P tokens of K and V (arXiv 2310.01889, 2311.09431).
 all_gather_kv   Gathers all of K and V first, then computes one block; dK and dV by reduce-scatter (Llama 3,
                 arXiv 2407.21783, section 3.3.2). Memory for S tokens of K and V.
 ulysses         All tokens of H / P heads instead of S / P tokens of all heads, by all-to-all (DeepSpeed-
@@ -18,7 +19,7 @@ sequence are computed by `pyruntime.ops.attention`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -199,11 +200,19 @@ def _ring_backward(
     rounds, k, v = _rounds(group, agreement, k, v, mask, wire)
     rank, size = rounds[0].rank, rounds[0].size
     first = k.shape[1] if size == 1 else int(k.shape[1] * FIRST_KEYS)
-    begin, end = mask.of_rank(rank)
+
+    def own_keys(begin: int, end: int) -> None:
+        if begin < end:
+            seen = tuple(each - begin for each in mask.of_rank(rank))
+            with marked("cp backward block of rank", str(rank)):
+                backward.block(k[:, begin:end], v[:, begin:end], seen, own[:, :, begin:end])
+
     for each in rounds:
         each.start()
-    with marked("cp backward block of rank", str(rank)):
-        backward.block(k[:, :first], v[:, :first], (begin, end), own[:, :, :first])
+    own_keys(0, first)
+    if rounds[0].way.comes_back:
+        _sums_there_and_back(backward, rounds, group, agreement, mask, own, own_keys, first)
+        return own
     sums = [_SumsRound(each, own) for each in rounds]
     for _ in range(1, size):
         for keys, gradients in zip(rounds, sums, strict=True):
@@ -214,12 +223,43 @@ def _ring_backward(
                     backward.block(block.keys, block.values, block.run(mask), room.of(block.seen))
             keys.done()
             gradients.send()
-    if size > 1:
-        with marked("cp backward block of rank", str(rank)):
-            backward.block(k[:, first:], v[:, first:], (begin - first, end - first), own[:, :, first:])
+    own_keys(first, k.shape[1])
     for gradients in sums:
         gradients.come_home(own)
     return own
+
+
+def _sums_there_and_back(
+    backward: _Backward,
+    rounds: Sequence[_KeysRound],
+    group: str,
+    agreement: int,
+    mask: Mask,
+    own: Tensor,
+    own_keys: Callable[[int, int], None],
+    first: int,
+) -> None:
+    """Adds to `own` what all ranks have of it. The rest of this rank's own keys, from `first` on, is computed
+    in parts while sums travel, from the farthest ranks to the owners."""
+    returns = [_Return(each, group, agreement, own) for each in rounds]
+    reach = max(each.way.reach for each in rounds)
+    for _ in range(1, rounds[0].size):
+        for keys, gradients in zip(rounds, returns, strict=True):
+            block = keys.take()
+            room = gradients.room()
+            if block is not None:
+                with marked("cp backward block of rank", str(block.owner)):
+                    backward.block(block.keys, block.values, block.run(mask), room.of(block.seen))
+            keys.done()
+    ends = [first + (own.shape[2] - first) * part // max(1, reach) for part in range(max(1, reach) + 1)]
+    for part, distance in enumerate(range(reach, 0, -1)):
+        for gradients in returns:
+            gradients.send(distance)
+        own_keys(ends[part], ends[part + 1])
+        for gradients in returns:
+            gradients.add(distance, own)
+    if reach == 0:
+        own_keys(*ends)
 
 
 def _rounds(
@@ -352,6 +392,49 @@ class _SumsRound:
         with marked("cp take gradients"):
             if tokens != NONE:
                 part = room.of(tokens)
+                part.add_(shift.receive().view(part.shape))
+            shift.finish()
+
+
+class _Return:
+    """Keeps this rank's sums of dK and dV for the keys that come on one way, and passes them back to their
+    owners: room() after each take(), then for each distance, the largest first, send() and add()."""
+
+    def __init__(self, keys: _KeysRound, group: str, agreement: int, own: Tensor):
+        self._keys, self._own = keys, own
+        self._ring = Ring(group, CLASS, agreement, -keys.way.step)
+        self._rooms: dict[int, _Room] = {}
+        self._coming: tuple[Shift, Tokens] | None = None
+
+    def room(self) -> _Room:
+        """Returns zeros for the sums of the keys received last, and of those that ranks further along see."""
+        distance = self._keys.distance
+        tokens = self._keys.way.seen_from(self._keys.owner, distance)
+        shape = list(self._own.shape)
+        shape[2] = tokens[1] - tokens[0]
+        self._rooms[distance] = _Room(self._own.new_zeros(shape), tokens)
+        return self._rooms[distance]
+
+    def send(self, distance: int) -> None:
+        """Sends the sums for the owner at that distance to the rank that is nearer to it, and begins to
+        receive such from the rank further along."""
+        way, rank, room = self._keys.way, self._keys.rank, self._rooms.pop(distance)
+        coming = way.seen_from(way.owner(rank, distance - 1), distance)
+        with marked("cp send gradients"):
+            shift = _shift(self._ring, self._own[0], room.tokens, coming)
+            if room.tokens != NONE:
+                _of_pair(shift.outgoing, self._own[0], room.tokens).copy_(room.sums)
+            shift.send()
+        self._coming = shift, coming
+
+    def add(self, distance: int, own: Tensor) -> None:
+        """Adds the received sums, which are of the owner at one less than that distance, maybe this rank."""
+        assert self._coming is not None
+        shift, tokens = self._coming
+        with marked("cp take gradients"):
+            if tokens != NONE:
+                whole = _Room(own, (0, own.shape[2])) if distance == 1 else self._rooms[distance - 1]
+                part = whole.of(tokens)
                 part.add_(shift.receive().view(part.shape))
             shift.finish()
 

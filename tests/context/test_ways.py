@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -34,6 +36,7 @@ def test_every_rank_gets_all_keys_that_it_sees_and_all_parts_of_sums_come_home(
     plan = every[0].ways
     assert all(mask.ways == plan for mask in every)
     assert sorted(token for way in plan for token in range(*way.tokens)) == list(range(share))
+    assert len({way.comes_back for way in plan}) == 1
     for rank, mask in enumerate(every):
         for owner in set(range(ranks)) - {rank}:
             begin, end = mask.of_rank(owner)
@@ -47,8 +50,12 @@ def test_every_rank_gets_all_keys_that_it_sees_and_all_parts_of_sums_come_home(
                     held = range(*way.keys(owner, hop))
                 got |= set(held)
                 part = set(range(*way.seen(rank, owner)))
-                for hop in range(distance, ranks):
-                    assert part <= set(range(*way.sums(owner, hop)))
+                assert not added & part  # each part once
+                if way.comes_back:
+                    hops = [way.seen_from(owner, hop) for hop in range(1, distance + 1)]
+                else:
+                    hops = [way.sums(owner, hop) for hop in range(distance, ranks)]
+                assert all(part <= set(range(*each)) for each in hops)
                 added |= part
             assert seen <= got
             assert seen <= added
@@ -56,9 +63,37 @@ def test_every_rank_gets_all_keys_that_it_sees_and_all_parts_of_sums_come_home(
 
 def test_keys_that_are_in_no_window_do_not_travel():
     """Of contiguous shares of 10 tokens the next rank sees the last 3, and no other rank any."""
-    (way, back) = masks("contiguous", 4, 10, window=4)[0].ways
-    assert way.keys(1, 1) == NONE or way.keys(1, 1) == (0, 1)  # by which ranks compare their arguments
-    assert back.keys(1, 3) == (7, 10) and way.keys(1, 2) == NONE
+    up, down = masks("contiguous", 4, 10, window=4)[0].ways
+    assert up.comes_back and down.comes_back
+    assert [[up.keys(owner, d) for d in (1, 2, 3)] for owner in range(3)] == [[(7, 10), NONE, NONE]] * 3
+    assert up.keys(3, 1) == (0, 1)  # by which ranks compare their arguments
+    assert [down.keys(owner, d) for owner in range(4) for d in (1, 2, 3)] == [NONE] * 12
+    assert (up.reach, down.reach) == (1, 0)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_window_sends_a_small_part_of_what_all_keys_do(layout):
+    ranks, share, window = 8, 64, 16
+    of_window, whole = (carried(masks(layout, ranks, share, window=each)[0]) for each in (window, None))
+    assert of_window < whole / 10
+
+
+@pytest.mark.parametrize("ranks", [4, 5, 8])
+def test_documents_of_two_ranks_travel_between_these(ranks):
+    """Each rank's second half begins a document that ends in the next rank's first half."""
+    share = 12
+    ids = (torch.arange(ranks * share) + share // 2) // share
+    up, down = masks("contiguous", ranks, share, ids=ids)[0].ways
+    assert up.comes_back
+    for owner in range(ranks):
+        seen = (share // 2, share) if owner < ranks - 1 else NONE
+        assert [up.seen_from(owner, distance) for distance in (1, 2)] == [seen, NONE]
+        assert down.seen_from(owner, 1) == NONE
+
+
+def test_ranks_that_would_keep_many_sums_send_them_round_the_ring():
+    for ranks, layout in itertools.product((3, 4, 8), LAYOUTS):
+        assert not masks(layout, ranks, 8)[0].ways[0].comes_back
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 7])
@@ -87,13 +122,14 @@ def test_what_nobody_sees_does_not_travel_but_for_the_token_by_which_ranks_agree
         assert [way.sums(owner, 3) for way in (up, down)] == [NONE] * 2
 
 
-def carried(mask, sums):
+def carried(mask, sums=False):
     """Tokens whose keys, or sums of gradients, are sent from rank to rank, by all ranks."""
     found = 0
     for way in mask.ways:
+        of_sums = way.seen_from if way.comes_back else way.sums
         for owner in range(way.ranks):
             for distance in range(1, way.ranks):
-                begin, end = (way.sums if sums else way.keys)(owner, distance)
+                begin, end = (of_sums if sums else way.keys)(owner, distance)
                 found += end - begin
     return found
 
