@@ -56,10 +56,12 @@ Recomputation = Annotated[
 """The activations that a backward pass computes again: pyruntime/llama/recompute.py."""
 
 ContextLayout = Annotated[
-    Literal["contiguous", "zigzag", "striped"],
+    Literal["contiguous", "zigzag", "striped", "placed"],
     "one run of tokens a rank; the last rank has the most attention to compute",
     "two runs a rank, one early and one late, which splits causal attention evenly",
     "every n-th token, which also splits it evenly and can be cut into slices anywhere",
+    "long documents on several neighbours, short ones whole on one rank: sends fewer keys; zigzag without "
+    "documents",
 ]
 """The tokens of each rank: pyruntime/context/layouts.py."""
 

@@ -44,7 +44,8 @@ def ring_attention(
         v: as k.
         group: the P ranks that the sequence is cut over.
         causal: a query sees only the keys up to its own place in the sequence.
-        layout: "contiguous", "zigzag", "striped", or "balanced" by the work of the documents.
+        layout: "contiguous", "zigzag", "striped", "placed" by the length of the documents, or "balanced" by
+            their work.
         document_ids: integers [B, S] or [S] for the whole sequence in its order, the same on every rank. A
             query sees only keys of its own document; a document is a run of one id.
         scale: factor of the scores; 1 / sqrt(d) by default.

@@ -18,7 +18,8 @@ from pyruntime.context.layouts import check_layout, positions, take_shard
 class Context:
     """The ranks that share a sequence, and the layout of its tokens.
 
-    group: the ranks. layout, variant, wire: as in `ring_attention`, but no layout that needs documents.
+    group: the ranks. layout, variant, wire: as in `ring_attention`, but no layout that needs documents
+    ("placed" takes them where there are some).
 
     Raises ValueError for another layout or variant. Every rank of the group makes the same context.
     """
@@ -41,13 +42,16 @@ class Context:
         """Raises ValueError unless sequences of `seq` tokens can be cut."""
         check_layout(self.layout, seq, self.size)
 
-    def positions(self, seq: int, device: torch.device | str = "cpu") -> Tensor:
-        """Returns the places of this rank's tokens in the sequence, int64 [seq / size]."""
-        return positions(self.layout, seq, self.size, device=device)[self.rank]
+    def positions(
+        self, seq: int, device: torch.device | str = "cpu", document_ids: Tensor | None = None
+    ) -> Tensor:
+        """Returns the places of this rank's tokens in the sequence, int64 [seq / size]. document_ids: those
+        of the whole sequences, [B, seq]; only the placed layout reads them."""
+        return positions(self.layout, seq, self.size, document_ids, device)[self.rank]
 
-    def shard(self, tokens: Tensor) -> Tensor:
-        """Returns this rank's part [B, S / size, ...] of `tokens` [B, S, ...]."""
-        return take_shard(tokens, self.layout, self.size, self.rank)
+    def shard(self, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """Returns this rank's part [B, S / size, ...] of `tokens` [B, S, ...]. document_ids: as above."""
+        return take_shard(tokens, self.layout, self.size, self.rank, document_ids)
 
     def attention(
         self,

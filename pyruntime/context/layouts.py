@@ -8,18 +8,23 @@ P = 4 ranks and 16 tokens::
     zigzag       0011 2233 3322 1100     equal work: rank r has chunks r and 2 P - 1 - r
     striped      0123 0123 0123 0123     nearly equal work, also with short documents
     balanced     by the work of `document_ids`: chunks are assigned one by one, the costliest first
+    placed       by the length of documents: long ones on several neighbours, short ones on one (`placed.py`);
+                 zigzag without documents, or where another layout needs less
 
 Sources: arXiv 2310.01889 (ring attention), 2311.09431 (striped), zhuzilin/ring-flash-attention (zigzag).
 """
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from pyruntime.choices import ContextLayout, check_value, values
+from pyruntime.context import placed
+from pyruntime.context.ways import Tokens, load, ways
 
 LAYOUTS = (*values(ContextLayout), "balanced")
 MOST_CHUNKS = 16
@@ -31,7 +36,7 @@ LEAST_CHUNK = 64
 def check_layout(layout: str, seq: int, ranks: int) -> None:
     """Raises ValueError unless `layout` can cut `seq` tokens over `ranks` ranks."""
     check_value("layout", layout, LAYOUTS)
-    unit = ranks * (2 if layout == "zigzag" and ranks > 1 else 1)
+    unit = ranks * (2 if layout in ("zigzag", "placed") and ranks > 1 else 1)
     if seq % unit:
         raise ValueError(
             f"The {layout} layout over {ranks} ranks cuts a sequence into {unit} equal parts, but {seq} "
@@ -54,6 +59,12 @@ def positions(
     Raises ValueError if the layout cannot cut the sequence, or is balanced without documents.
     """
     check_layout(layout, seq, ranks)
+    if layout == "placed":
+        if document_ids is None:
+            return _positions("zigzag", seq, ranks, torch.device(device))
+        starts = document_bounds(document_ids)[0]
+        rows = tuple(dict.fromkeys(tuple(row.unique().tolist()) for row in starts))
+        return _placed(rows, seq, ranks).to(device)
     if layout != "balanced":
         return _positions(layout, seq, ranks, torch.device(device))
     if document_ids is None:
@@ -80,6 +91,26 @@ def _positions(layout: str, seq: int, ranks: int, device: torch.device) -> Tenso
         return places.view(-1, ranks).T.contiguous()
     chunks = places.view(2 * ranks, -1)
     return torch.stack([torch.cat((chunks[r], chunks[2 * ranks - 1 - r])) for r in range(ranks)])
+
+
+@lru_cache(maxsize=16)
+def _placed(rows: tuple[tuple[int, ...], ...], seq: int, ranks: int) -> Tensor:
+    """Returns the layout that sends least, of those whose rank with most attention has little more than it
+    needs. rows: where documents begin."""
+    documents = [tuple(itertools.pairwise((*row, seq))) for row in rows]
+    ids = torch.stack([torch.searchsorted(torch.tensor(row), torch.arange(seq), right=True) for row in rows])
+    bounds = document_bounds(ids)
+    found = [_positions("zigzag", seq, ranks, torch.device("cpu")), _balanced(ids, ranks)]
+    for runs in placed.candidates(documents, ranks):
+        found.append(torch.stack([torch.cat([torch.arange(*run) for run in own]) for own in runs]))
+    work = (torch.arange(seq) - bounds[0] + 1).sum(0)
+    most = [int(work[each].sum(1).max()) for each in found]
+    allowed = (1 + placed.MORE_WORK) * min(most)
+    sent = [
+        load(ways(hulls(each, each, True, bounds), seq // ranks)) if own <= allowed else None
+        for each, own in zip(found, most, strict=True)
+    ]
+    return found[min((each, at) for at, each in enumerate(sent) if each is not None)[1]]
 
 
 def _balanced(document_ids: Tensor, ranks: int) -> Tensor:
@@ -138,3 +169,24 @@ def visible_keys(
         beyond = bounds[1][:, queries]
     begin, end = torch.searchsorted(keys, first.contiguous()), torch.searchsorted(keys, beyond.contiguous())
     return begin.int(), torch.maximum(begin, end).int()
+
+
+def hulls(
+    queries: Tensor,
+    keys: Tensor,
+    causal: bool,
+    bounds: tuple[Tensor, Tensor] | None,
+    window: int | None = None,
+) -> list[tuple[Tokens, ...]]:
+    """Returns [rank][owner]: the least run of the owner's keys with all that any query of the rank sees.
+
+    queries, keys: the places of each rank's, [ranks, n]. The rest as in `visible_keys`."""
+    ranks, share = keys.shape
+    by_owner = []
+    for own in keys:
+        begin, end = visible_keys(queries.flatten(), own, causal, bounds, window)
+        seen = begin < end
+        first = torch.where(seen, begin, share).amin(0).view(ranks, -1).amin(1)
+        last = torch.where(seen, end, 0).amax(0).view(ranks, -1).amax(1)
+        by_owner.append(list(zip(first.tolist(), last.tolist(), strict=True)))
+    return list(zip(*by_owner, strict=True))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyruntime.comm.devices import put
-from pyruntime.context.layouts import document_bounds, positions, visible_keys
+from pyruntime.context.layouts import document_bounds, hulls, positions, visible_keys
 from pyruntime.context.ways import Way, ways
 
 CPU = torch.device("cpu")
@@ -70,16 +70,8 @@ class Mask:
     @cached_property
     def ways(self) -> tuple[Way, ...]:
         """The directions in which keys travel round the ring, the same on every rank."""
-        ranks, share = self.positions.shape
-        queries = self._queries_of_ranks.flatten()
-        by_owner = []
-        for keys in self.positions:
-            begin, end = visible_keys(queries, keys, self._causal, self._bounds, self._window)
-            seen = begin < end
-            first = torch.where(seen, begin, share).amin(0).view(ranks, -1).amin(1)
-            last = torch.where(seen, end, 0).amax(0).view(ranks, -1).amax(1)
-            by_owner.append(list(zip(first.tolist(), last.tolist(), strict=True)))
-        return ways(list(zip(*by_owner, strict=True)), share)
+        queries, keys = self._queries_of_ranks, self.positions
+        return ways(hulls(queries, keys, self._causal, self._bounds, self._window), keys.shape[1])
 
     @cached_property
     def order(self) -> Tensor:

@@ -310,7 +310,7 @@ class Llama(nn.Module):
         cos, sin = self._rope(end, x.device)
         places: slice | Tensor = slice(start, end)
         if context is not None:
-            places = context.positions(end, x.device)[start : start + seq]
+            places = context.positions(end, x.device, documents)[start : start + seq]
             context = context.of_first(start + seq, share or seq)
         begin: Tensor | None = None
         prefixes: dict[int, Tensor] = {}

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MOST = 4
 """Limit on slices: more would need more open flights than a group has slots."""
-MOST_OF_LAYOUT = {"striped": MOST, "zigzag": 2, "contiguous": 1}
+MOST_OF_LAYOUT = {"striped": MOST, "zigzag": 2, "contiguous": 1, "placed": 1}
 """Limit on slices by context layout. Each slice has tokens of every context rank and lies before the next;
 a zigzag rank has one part in each half of a sequence."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import assert_never
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime import comm
 from pyruntime.comm import Runtime
+from pyruntime.context import positions
 from pyruntime.data_parallel import Muon, Sharded, shard
 from pyruntime.data_parallel.adamw import ShardedAdamW
 from pyruntime.llama import Llama
@@ -139,8 +141,15 @@ def batches_of(run: ResolvedRun, corpus: Corpus, runtime: Runtime) -> Batches:
     return Batches(
         corpus, train.seed, train.batch_size, train.seq_len, run.shape.vocab_size,
         own=run.sequences_of(range(rank, rank + 1)), together=run.sequences_of(together),
-        masks=run.config.data.document_masks,
+        masks=run.config.data.document_masks, prepare=functools.partial(_place, run),
     )  # fmt: skip
+
+
+def _place(run: ResolvedRun, batch: Batch) -> None:
+    """Places the documents of a batch, which the step then finds done."""
+    if run.mesh.cp > 1 and run.config.context.layout == "placed":
+        for each in batch.split(run.config.train.micro_batch_size):
+            positions("placed", run.config.train.seq_len, run.mesh.cp, each.documents)
 
 
 def validation_of(run: ResolvedRun, corpus: Corpus) -> list[tuple[int, Batch]]:

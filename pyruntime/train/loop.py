@@ -310,7 +310,7 @@ class Trainer:
         """Returns this rank's tokens of whole sequences, on its device, and the documents of all."""
         context = self.model.context
         ids, labels = (
-            self._device.put(tokens if context is None else context.shard(tokens))
+            self._device.put(tokens if context is None else context.shard(tokens, batch.documents))
             for tokens in (batch.ids, batch.labels)
         )
         if self._types is not None:

@@ -132,7 +132,7 @@ def test_masks_of_documents_are_worked_out_once_until_the_ids_change():
     [
         ("zigzag", 1001, "into 8 equal parts, but 1001 tokens do not divide by 8; pad the sequence to 1008"),
         ("striped", 1002, "into 4 equal parts, but 1002 tokens do not divide by 4; pad the sequence to 1004"),
-        ("spiral", 8, "layout='spiral' is none of contiguous, zigzag, striped, balanced"),
+        ("spiral", 8, "layout='spiral' is none of contiguous, zigzag, striped, placed, balanced"),
     ],
 )
 def test_what_cannot_be_cut_is_said(layout, seq, sentence):

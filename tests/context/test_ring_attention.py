@@ -143,7 +143,7 @@ def test_query_heads_share_key_heads(ranks, shared, variant):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("layout", [*LAYOUTS, "balanced"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "balanced", "placed"])
 @pytest.mark.parametrize(("world", "variant"), [(3, "ring"), (2, "all_gather_kv"), (2, "ulysses")])
 def test_documents_do_not_see_each_other(ranks, world, variant, layout, causal):
     seq = 2 * world * 11
@@ -258,7 +258,7 @@ def test_auto_is_the_ring_bit_for_bit(ranks):
     ("changes", "kind", "sentence"),
     [
         ({"layout": "zigzag", "share": 5}, ValueError, "pad the sequence to 12 tokens"),
-        ({"layout": "spiral"}, ValueError, "is none of contiguous, zigzag, striped, balanced"),
+        ({"layout": "spiral"}, ValueError, "is none of contiguous, zigzag, striped, placed, balanced"),
         ({"variant": "tree"}, ValueError, "is none of ring, all_gather_kv, ulysses, auto"),
         ({"variant": "ulysses"}, ValueError, "2 ranks do not divide 1 key/value heads"),
         ({"groups": 2, "heads": 3}, ValueError, "must divide q's heads"),

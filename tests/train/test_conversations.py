@@ -92,6 +92,12 @@ MESHES = {  # the rest of four ranks is tensor parallel
     "pp": {"parallel": {"pp": 2}},
     "pp and cp": {"parallel": {"pp": 2, "cp": 2}, "pipeline": {"kind": "seq1f1b", "slices": 2}},
     "pp and dp": {"parallel": {"pp": 2, "dp": 2}, "pipeline": {"kind": "zb-h1"}},
+    "placed": {"parallel": {"cp": 4, "zero": 2}, "context": {"layout": "placed"}},
+    "placed and tp": {
+        "parallel": {"cp": 2},
+        "context": {"layout": "placed"},
+        "train": {"micro_batch_size": 1},
+    },
     "unequal": {"parallel": {"dp": 2}, "train": {"micro_batch_size": 1, "micro_batches": (6, 2)}},
     "unequal and cp": {"parallel": {"dp": 2, "cp": 2, "zero": 2}, "train": {"micro_batches": (1, 3)}},
     "unequal replicas": {
@@ -102,7 +108,7 @@ MESHES = {  # the rest of four ranks is tensor parallel
 
 
 @pytest.mark.parametrize("name", MESHES)
-@pytest.mark.second_tier(but=["pp and cp", "zero 3 and cp", "unequal"])
+@pytest.mark.second_tier(but=["pp and cp", "zero 3 and cp", "unequal", "placed"])
 def test_every_mesh_learns_the_same(ranks, whole, reference, name, tmp_path):
     config, expected = whole
     moments = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -72,7 +72,8 @@ class Batches:
 
     A thread reads the next batch while a step computes. Every rank makes one. own: the sequences of a step
     that this rank takes; None: all. together: those of the ranks whose gradients are summed with its; None:
-    all of the step. masks: whether documents are told apart.
+    all of the step. masks: whether documents are told apart. prepare: called with each batch, by the thread
+    that reads ahead.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class Batches:
         own: range | None = None,
         together: range | None = None,
         masks: bool = True,
+        prepare: Callable[[Batch], None] | None = None,
     ):
+        self._prepare = prepare
         self._sources = [source.train for source in corpus.sources]
         self._packed = [source.packed for source in corpus.sources]
         self._folders = [source.text.folder for source in corpus.sources]
@@ -127,6 +130,8 @@ class Batches:
         samples = self._order.samples(first + self._own.start, len(self._own))
         batch = _batch([self._row(sample) for sample in samples], self._masks, self._of_step(first))
         self._check(batch.ids, batch.labels)
+        if self._prepare is not None:
+            self._prepare(batch)
         return batch
 
     def _of_step(self, first: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from pyruntime.train.errors import require
 
 def check_context(config: RunConfig) -> None:
     cp, context, seq_len = config.parallel.cp, config.context, config.train.seq_len
-    parts = 2 * cp if context.layout == "zigzag" and cp > 1 else cp
+    parts = 2 * cp if context.layout in ("zigzag", "placed") and cp > 1 else cp
     require(
         seq_len % parts == 0,
         f"train.seq_len={seq_len} does not divide into the {parts} parts of the {context.layout} layout over "
