@@ -64,6 +64,8 @@ ContextLayout = Annotated[
     "documents",
 ]
 """The tokens of each rank: pyruntime/context/layouts.py."""
+HALVED_LAYOUTS = ("zigzag", "placed")
+"""The layouts that need two equal parts of a sequence for each rank."""
 
 ContextVariant = Annotated[
     Literal["ring", "all_gather_kv", "ulysses", "auto"],

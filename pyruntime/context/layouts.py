@@ -22,7 +22,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from pyruntime.choices import ContextLayout, check_value, values
+from pyruntime.choices import HALVED_LAYOUTS, ContextLayout, check_value, values
 from pyruntime.context import placed
 from pyruntime.context.ways import Tokens, load, ways
 
@@ -36,7 +36,7 @@ LEAST_CHUNK = 64
 def check_layout(layout: str, seq: int, ranks: int) -> None:
     """Raises ValueError unless `layout` can cut `seq` tokens over `ranks` ranks."""
     check_value("layout", layout, LAYOUTS)
-    unit = ranks * (2 if layout in ("zigzag", "placed") and ranks > 1 else 1)
+    unit = ranks * (2 if layout in HALVED_LAYOUTS and ranks > 1 else 1)
     if seq % unit:
         raise ValueError(
             f"The {layout} layout over {ranks} ranks cuts a sequence into {unit} equal parts, but {seq} "

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 
-from pyruntime.choices import RING_VARIANTS
+from pyruntime.choices import HALVED_LAYOUTS, RING_VARIANTS
 from pyruntime.train.config import Grid, PipelineParallel, RunConfig, mesh_of
 from pyruntime.train.errors import require
 
 
 def check_context(config: RunConfig) -> None:
     cp, context, seq_len = config.parallel.cp, config.context, config.train.seq_len
-    parts = 2 * cp if context.layout in ("zigzag", "placed") and cp > 1 else cp
+    parts = 2 * cp if context.layout in HALVED_LAYOUTS and cp > 1 else cp
     require(
         seq_len % parts == 0,
         f"train.seq_len={seq_len} does not divide into the {parts} parts of the {context.layout} layout over "
