@@ -108,7 +108,7 @@ def check_slices(config: RunConfig, world_size: int) -> None:
 def _check_slices_of_context(config: RunConfig, slices: int, tp: int) -> None:
     """Requires that every slice has as many tokens of each context-parallel rank."""
     cp, layout, seq_len = config.parallel.cp, config.context.layout, config.train.seq_len
-    most = {"striped": slices, "zigzag": 2, "contiguous": 1}[layout]
+    most = {"striped": slices, "zigzag": 2, "contiguous": 1, "placed": 1}[layout]
     require(
         slices <= most,
         f"parallel.tp_slices={slices} with parallel.cp={cp}: context.layout={layout} cuts sequences into at "
