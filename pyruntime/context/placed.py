@@ -99,12 +99,9 @@ def _put_anywhere(found: _Ranks, document: Run) -> None:
 
 
 def candidates(rows: Sequence[tuple[Run, ...]], ranks: int) -> list[tuple[tuple[Run, ...], ...]]:
-    """Returns placements made for each row, of documents of at most a share, half of it, a quarter .. on one
+    """Returns placements made for each row, of documents of at most a share, 3/4 of it, a half, 3/8 .. on one
     rank."""
-    share, found = rows[0][-1][1] // ranks, []
-    for row in rows:
-        longest = share
-        while longest >= max(1, share // ranks):
-            found.append(places(row, ranks, longest))
-            longest //= 2
-    return list(dict.fromkeys(found))
+    share = rows[0][-1][1] // ranks
+    halves = [share >> number for number in range(ranks.bit_length())]
+    sizes = sorted({max(1, size) for half in halves for size in (half, half * 3 // 4)}, reverse=True)
+    return list(dict.fromkeys(places(row, ranks, longest) for row in rows for longest in sizes))
