@@ -78,7 +78,7 @@ def _states(
     shards: Shards, decay: Decay, rounding: Rounding, muon: Muon | None, shared: Shared
 ) -> dict[int, list[PartState]]:
     """Returns the states of every bucket's parts, by id of the bucket."""
-    weights, axes = shards.weights, shards.axes
+    weights = shards.weights
     matrices = {id(parameter) for parameter in ([] if muon is None else muon.matrices)}
     known = {id(parameter) for each in weights for parameter in each.bucket.parameters}
     if not matrices <= known:
@@ -93,9 +93,9 @@ def _states(
             if id(parameter) in matrices:
                 _check_matrix(parameter, part, rounding, shared)
                 options["moments"] = ("momentum",)
-            state = PartState(each.bucket, part, rows, axes, decay, rounding == "nearest", **options)
+            state = PartState(each.bucket, part, rows, decay, rounding == "nearest", **options)
             if options:
-                state.matrix = Matrix.of(state, axes.shard.size)
+                state.matrix = Matrix.of(state, state.axes.shard.size)
             states.append(state)
     return made
 

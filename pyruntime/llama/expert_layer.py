@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pyruntime.llama.mixture import Mixture
 from pyruntime.nn import MergedColumnParallelLinear, ParallelExperts, Router, RouterLosses, RowParallelLinear
+from pyruntime.nn.parameters import TensorGroup
 from pyruntime.nn.router import Scores
 from pyruntime.ops.layers import swiglu
 
@@ -16,7 +17,15 @@ class MixtureOfExperts(nn.Module):
     """y = sum over a row's experts of their weight times E_i(x), plus sigmoid(x w) S(x) if there is a shared
     expert S. Call: layer(x, rows) with this rank's rows [T/P, D] of the T rows; returns [T/P, D]."""
 
-    def __init__(self, mixture: Mixture, hidden: int, losses: RouterLosses | None, options: dict[str, Any]):
+    def __init__(
+        self,
+        mixture: Mixture,
+        hidden: int,
+        losses: RouterLosses | None,
+        options: dict[str, Any],
+        over: TensorGroup,
+    ):
+        """over: the ranks over which experts lie."""
         super().__init__()
         place = {name: options[name] for name in ("group", "dtype", "device")}
         self.router = Router(
@@ -27,7 +36,9 @@ class MixtureOfExperts(nn.Module):
             losses=losses,
             **place,
         )
-        self.experts = ParallelExperts(mixture.experts, hidden, mixture.width, tier=options["tier"], **place)
+        self.experts = ParallelExperts(
+            mixture.experts, hidden, mixture.width, tier=options["tier"], **{**place, "group": over}
+        )
         self.has_shared = mixture.shared_width > 0
         if self.has_shared:
             width = mixture.shared_width
@@ -39,8 +50,15 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, rows: int) -> Tensor:
         routed = self.router(x)
-        y = self.experts(x, *routed, rows)
+        y = self.experts(x, *routed, self._rows(rows))
         if not self.has_shared:
             return y
         shared = self.shared_down(swiglu(self.shared_gate_up(x, rows)))
         return y + self.shared_gate(x).sigmoid().to(y.dtype) * shared
+
+    def _rows(self, rows: int) -> int | None:
+        """Returns the number that the experts take for T rows; None: ranks exchange theirs."""
+        if not self.experts.has_own_rows:
+            return rows
+        # Data-parallel ranks learn from equally many tokens, but may validate with others.
+        return -(-rows // self.router.group.size) if self.training else None

@@ -121,7 +121,7 @@ def figures_of(
     device, asked = Device(runtime.device, runtime.why_device), run.config.optimizer
     if outer is not None:
         return RoundFigures(runtime, device, within, outer.stats, bool(run.config.data_parallel.members))
-    load = ExpertLoad.of_run(run, model, runtime.sizes.tp, runtime.device)
+    load = ExpertLoad.of_run(run, model, runtime.ep.size, runtime.device)
     # With these options the figures decide whether a step counts, so it must read them itself.
     is_read_at_once = asked.on_bad_step == "skip" or asked.spike_factor
     if device.is_gpu and run.mesh.ranks == 1 and not is_read_at_once:

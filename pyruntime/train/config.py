@@ -48,8 +48,8 @@ class Model:
     """Whether the features of every query and key head are normalised, as in Qwen3; None: as in the
     preset."""
     experts: int | None = None
-    """Experts of a layer, which take the place of its feed-forward network and are spread over the
-    tensor-parallel ranks (docs/how-to/train-experts.md). 0: none. None: the preset's."""
+    """Experts of a layer, which take the place of its feed-forward network and are spread over parallel.ep
+    ranks (docs/how-to/train-experts.md). 0: none. None: the preset's."""
     experts_per_token: int | None = None
     """Experts that a token goes to; None: the preset's, else 2."""
     expert_size: int | None = None
@@ -252,6 +252,9 @@ class Parallel:
     """Context-parallel ranks, which share every sequence. With zigzag, 2 * cp divides seq_len."""
     dp: int = 1
     """Data-parallel ranks, which share the sequences of a step. The job has pp * dp * cp * tp ranks."""
+    ep: int | None = None
+    """Expert-parallel ranks, which share the experts: any number that divides tp * cp * dp
+    (docs/how-to/train-experts.md). None: the tensor-parallel ranks."""
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage over the data- and context-parallel ranks: 0 cuts nothing, 1 and 2 optimizer states and
     gradients, 3 also the weights. If tp has z, all of it is cut over z (3) and replicated over dp."""
@@ -506,6 +509,13 @@ class MeshSizes:
     tp: int = 1
     """Ranks of tensor parallelism; with two axes, of the first (x)."""
     tp_y: int = 1
+    ep: int | None = None
+    """Ranks over which experts lie, neighbours among those of a pipeline stage; None: those of tp."""
+
+    @property
+    def experts_over(self) -> int:
+        """Ranks over which experts lie."""
+        return self.tp if self.ep is None else self.ep
 
     @property
     def axes(self) -> dict[str, int]:
@@ -523,8 +533,9 @@ def mesh_of(config: RunConfig, world_size: int) -> MeshSizes:
     asked = config.parallel
     others = {"pp": asked.pp, "dp": asked.dp, "dp_replicate": replicas(config), "cp": asked.cp}
     if isinstance(asked.tp, Grid):
-        return MeshSizes(**others, tp=asked.tp.x, tp_y=asked.tp.y)
-    return MeshSizes(**others, tp=asked.tp or max(1, world_size // (asked.pp * asked.cp * asked.dp)))
+        return MeshSizes(**others, tp=asked.tp.x, tp_y=asked.tp.y, ep=asked.ep)
+    tp = asked.tp or max(1, world_size // (asked.pp * asked.cp * asked.dp))
+    return MeshSizes(**others, tp=tp, ep=asked.ep)
 
 
 def with_pieces(config: RunConfig) -> RunConfig:

@@ -347,8 +347,7 @@ class Trainer:
             "optimizer.clip_grad_norm": optimizer.max_norm,
             "the number of the step": self.step,
         }
-        rows, axes = optimizer.arrived_rows(), self.sharded.axes
-        check_replicated(rows, axes, numbers, self._runtime.world)
+        check_replicated(optimizer.arrived_rows(), numbers, self._runtime.world)
 
     def validate(self) -> dict[str, tuple[float, int]]:
         """Returns for each validation set the mean loss, in nats per target, and its targets;

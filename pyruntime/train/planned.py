@@ -120,6 +120,7 @@ def planned(run: ResolvedRun, cluster: Cluster) -> tuple[Job, Mesh]:
         micro_batch=train.micro_batch_size,
         recompute=train.activation_checkpointing,
         layers=tuple(pipeline.layers),
+        ep=0 if sizes.experts_over == sizes.tp else sizes.experts_over,
     )
     tau = _tau(config.data_parallel)
     if sizes.tp_y > 1:

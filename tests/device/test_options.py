@@ -140,12 +140,12 @@ def runs(folder: Path) -> dict[str, RunConfig]:
         "experts": changed(
             base,
             model={
-                "experts": 3, "experts_per_token": 2, "expert_size": 24, "shared_expert_size": 16,
+                "experts": 7, "experts_per_token": 2, "expert_size": 24, "shared_expert_size": 16,
                 "dense_layers": 1, "norm_topk_prob": False,
             },
             # One micro-batch: with several, those of data-parallel ranks have other sequences together.
             train={"balance_loss": 0.5, "router_z_loss": 0.1, "batch_size": 2},
-            parallel={"tp": 2, "dp": 2, "zero": 3},
+            parallel={"tp": 2, "dp": 2, "zero": 3, "ep": 4},
         ),
         "adapters": changed(
             base,
@@ -205,7 +205,7 @@ def train_all(group, configs, device):
         sizes = {
             "tp": grid.x,
             "tp_y": grid.y,
-            **{axis: getattr(parallel, axis) for axis in ("cp", "pp", "dp")},
+            **{axis: getattr(parallel, axis) for axis in ("cp", "pp", "dp", "ep")},
         }
         check(config, RANKS if device != "cpu" else 1)
         with Runtime.start(**sizes, dp_replicate=parallel.dp_replicate, device=device) as runtime:

@@ -9,11 +9,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from pyruntime.llama import load_hf
 from pyruntime.nn import RouterLosses, router
 from pyruntime.train import model_of_run
 from pyruntime.train.config import Grid, Model
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.resolved import check
+from pyruntime.train.run import run
+from pyruntime.train.signals import StopRequest
 from tests.train import jobs
 from tools import check_parity as parity
 
@@ -77,11 +80,36 @@ MESHES = {
     "tp2 pp2 1f1b": (2, {"tp": 2, "pp": 2}),
     "tp2 pp2 zb-v": (2, {"tp": 2, "pp": 2, "schedule": "zb-v"}),
     "pp2 dp2 zero3 gpipe": (1, {"pp": 2, "dp": 2, "zero": 3, "schedule": "gpipe"}),
+    # Experts over groups of their own, of fewer and of more ranks than tensor-parallel ones.
+    "tp2 cp2 ep1": (2, {"tp": 2, "cp": 2, "ep": 1}),
+    "dp4 zero3 ep2": (1, {"dp": 4, "zero": 3, "ep": 2}),
+    "dp4 zero2 ep4": (1, {"dp": 4, "zero": 2, "ep": 4}),
+    "dp4 zero1 ep2 hybrid": (1, {"dp": 4, "zero": 1, "ep": 2, "dp_replicate": 2}),
+    "dp4 zero0 ep2": (1, {"dp": 4, "zero": 0, "ep": 2}),
+    "tp2 dp2 zero3 ep1": (1, {"tp": 2, "dp": 2, "zero": 3, "ep": 1}),
+    "tp2 dp2 zero1 ep4": (1, {"tp": 2, "dp": 2, "zero": 1, "ep": 4}),
+    "tp2 dp2 zero3 ep4 full": (1, {"tp": 2, "dp": 2, "zero": 3, "ep": 4, "recompute": "full"}),
+    "tp2 cp2 zero2 ep4": (2, {"tp": 2, "cp": 2, "zero": 2, "ep": 4}),
+    "cp2 dp2 zero1 ep2": (1, {"cp": 2, "dp": 2, "zero": 1, "ep": 2}),
+    "pp2 dp2 zero2 ep2 zb-h1": (1, {"pp": 2, "dp": 2, "zero": 2, "ep": 2, "schedule": "zb-h1"}),
+    "tp2 pp2 ep1 zb-v": (2, {"tp": 2, "pp": 2, "ep": 1, "schedule": "zb-v"}),
+    "tp2 cp2 dp2 zero3 ep4": (1, {"tp": 2, "cp": 2, "dp": 2, "zero": 3, "ep": 4}),
+    "tp3 dp2 zero1 ep2": (1, {"tp": 3, "dp": 2, "zero": 1, "ep": 2}),
+    "tp2 dp2 pp2 zero1 ep4": (1, {"tp": 2, "dp": 2, "pp": 2, "zero": 1, "ep": 4}),
 }
 
 
 @pytest.mark.parametrize("name", MESHES)
-@pytest.mark.second_tier(but=["tp3", "tp2 dp2 zero3", "tp2 pp2 zb-v"])
+@pytest.mark.second_tier(
+    but=[
+        "tp3",
+        "tp2 dp2 zero3",
+        "tp2 pp2 zb-v",
+        "dp4 zero3 ep2",
+        "tp2 dp2 zero1 ep4",
+        "tp2 pp2 ep1 zb-v",
+    ]
+)
 def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
     micro_batches, sizes = MESHES[name]
     asked = jobs.on_mesh(config, micro_batches, **sizes)
@@ -91,7 +119,7 @@ def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
     assert parity.difference(found[0], whole[micro_batches]) <= parity.TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["tp2 dp2 zero3", "tp2 cp2 zero2"])
+@pytest.mark.parametrize("name", ["tp2 dp2 zero3", "tp2 cp2 zero2", "tp2 dp2 zero1 ep4", "dp4 zero3 ep2"])
 @pytest.mark.second_tier
 def test_so_they_are_between_hosts(ranks, config, whole, name):
     micro_batches, sizes = MESHES[name]
@@ -125,6 +153,45 @@ def test_a_run_is_resumed_on_other_meshes(ranks, config, tmp_path):
     ]
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def whole_run(group, config):
+    return run(config, "job", jobs.runtime(group, config), StopRequest())
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp": 2, "dp": 2, "ep": 4},
+        {"dp": 4, "zero": 3, "ep": 2},
+        {"pp": 2, "dp": 2, "ep": 2},
+        {"tp": 2, "cp": 2, "ep": 1},
+    ],
+    ids=lambda sizes: " ".join(f"{name}{size}" for name, size in sizes.items()),
+)
+@pytest.mark.second_tier(but=["tp2 dp2 ep4"])
+def test_a_run_leaves_the_experts_of_all_ranks_and_goes_on_over_others(ranks, config, tmp_path, sizes):
+    """Its model is bitwise that of its checkpoint, from which one rank goes on as after its own steps."""
+    config = jobs.changed(jobs.on_mesh(config, 1), "train", steps=4, val_every=0)
+    config = jobs.changed(config, "checkpoint", every_steps=2, keep=9)
+    asked = jobs.changed(jobs.on_mesh(config, 1, **sizes), "output", run_dir=str(tmp_path / "run"))
+    (folder, *_) = ranks.run(whole_run, 4, jobs.changed(asked, "train", steps=2))
+    saved = folder / "checkpoints" / "step-000002"
+    state = ranks.run(jobs.full_state, 1, config, saved)[0]
+    weights = load_hf(folder / "model").state_dict()
+    assert sum("experts" in name for name in weights) == 2 * (MODEL.num_hidden_layers - MODEL.dense_layers)
+    assert all(torch.equal(value, state[name]) for name, value in weights.items())
+    assert (folder / "sample.txt").is_file()
+    runs = {
+        name: jobs.changed(config, "output", run_dir=str(tmp_path / name))
+        for name in ("whole", "on", "other")
+    }
+    for name in runs:
+        (tmp_path / name).mkdir()
+    expected = ranks.run(jobs.history, 1, runs["whole"])[0][2:]
+    jobs.check_curves(ranks.run(jobs.history, 1, runs["on"], saved), expected)
+    other = jobs.on_mesh(runs["other"], 1, tp=2, dp=2, ep=1, zero=2)
+    jobs.check_curves(ranks.run(jobs.history, 4, other, saved), expected)
 
 
 def test_slices_of_a_pipeline_without_losses_of_routers(ranks, config):
@@ -167,6 +234,8 @@ def own_losses(run, runtime):
         ("model", {"experts": 0}, "model.experts_per_token applies to experts, and there are none"),
         ("model", {"experts": 1, "experts_per_token": 1}, "tp=2 leaves a rank without one of the 1 experts"),
         ("train", {"balance_loss": 2.0}, "train.balance_loss must be between 0 and 1"),
+        ("parallel", {"ep": 4}, "parallel.ep=4 does not divide the 2 ranks that share experts"),
+        ("parallel", {"ep": 0}, "parallel.ep must be at least 1, found 0"),
     ],
 )
 def test_what_experts_do_not_support_is_refused(config, section, options, message):

@@ -39,7 +39,7 @@ RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
         lambda x: x >= 1,
         "be at least 1",
         "train.steps train.batch_size train.micro_batch_size train.seq_len train.val_sequences "
-        "parallel.tp parallel.pp parallel.cp parallel.dp data_parallel.compression_rank "
+        "parallel.tp parallel.pp parallel.cp parallel.dp parallel.ep data_parallel.compression_rank "
         "pipeline.virtual checkpoint.keep output.log_every",
     ),
     (
