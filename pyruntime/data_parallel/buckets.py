@@ -12,6 +12,7 @@ gradient. A chunk of a flight is any run of lines of one segment, so one arithme
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -184,6 +185,16 @@ def _parts_of(name: str, parameter: nn.Parameter) -> list[tuple[str, int, int]]:
     return found
 
 
+def bytes_of(parameter: nn.Parameter) -> int:
+    """Returns the bytes by which a parameter's bucket is chosen. Ranks with other experts, of which the last
+    may have fewer, share the order of buckets: so the rank's with most count."""
+    layout = getattr(parameter, "tp_layout", None)
+    if layout is None or layout.group.copies is None:
+        return parameter.nbytes
+    experts, *others = layout.parts[0].shape
+    return -(-experts // layout.group.size) * math.prod(others) * parameter.element_size()
+
+
 def _sibling(name: str, key: str) -> str:
     prefix, _, _ = name.rpartition(".")
     return f"{prefix}.{key}" if prefix else key
@@ -197,13 +208,13 @@ def cut_into_buckets(
     buckets: list[Bucket] = []
     filling: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
-        is_matrix = parameter.dim() >= 2
-        if is_matrix and parameter.nbytes >= bucket_bytes:
+        is_matrix, size = parameter.dim() >= 2, bytes_of(parameter)
+        if is_matrix and size >= bucket_bytes:
             buckets.append(Bucket([(name, parameter)], segments, axes))
             continue
         key = (parameter.dtype, parameter.device, is_matrix)
-        held = sum(other.nbytes for _, other in filling.get(key, []))
-        if held and held + parameter.nbytes > bucket_bytes:
+        held = sum(bytes_of(other) for _, other in filling.get(key, []))
+        if held and held + size > bucket_bytes:
             buckets.append(Bucket(filling.pop(key), segments, axes))
         filling.setdefault(key, []).append((name, parameter))
     return buckets + [Bucket(together, segments, axes) for together in filling.values()]

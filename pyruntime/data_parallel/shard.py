@@ -30,7 +30,7 @@ from pyruntime.data_parallel.away import is_ordinary_matrix, mark_sharded, unmar
 from pyruntime.data_parallel.axes import AxesOf, flight_axes
 from pyruntime.data_parallel.bucket_sum import launch
 from pyruntime.data_parallel.bucket_weights import BucketWeights
-from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
+from pyruntime.data_parallel.buckets import Bucket, bytes_of, cut_into_buckets
 from pyruntime.data_parallel.checks import (
     check_compression,
     check_experts,
@@ -158,7 +158,7 @@ def shard(
         fixed = [
             (name, p)
             for name, p in model.named_parameters()
-            if not p.requires_grad and p.nbytes >= bucket_bytes and is_ordinary_matrix(p)
+            if not p.requires_grad and bytes_of(p) >= bucket_bytes and is_ordinary_matrix(p)
         ]
         frozen = _cut(fixed, axes_of, bucket_bytes)
     handle = Sharded(

@@ -94,7 +94,6 @@ MESHES = {
     "pp2 dp2 zero2 ep2 zb-h1": (1, {"pp": 2, "dp": 2, "zero": 2, "ep": 2, "schedule": "zb-h1"}),
     "tp2 pp2 ep1 zb-v": (2, {"tp": 2, "pp": 2, "ep": 1, "schedule": "zb-v"}),
     "tp2 cp2 dp2 zero3 ep4": (1, {"tp": 2, "cp": 2, "dp": 2, "zero": 3, "ep": 4}),
-    "tp3 dp2 zero1 ep2": (1, {"tp": 3, "dp": 2, "zero": 1, "ep": 2}),
     "tp2 dp2 pp2 zero1 ep4": (1, {"tp": 2, "dp": 2, "pp": 2, "zero": 1, "ep": 4}),
 }
 
@@ -117,6 +116,17 @@ def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
     found = ranks.run(steps_of, of_mesh.tp * of_mesh.dp * of_mesh.cp * of_mesh.pp, asked)
     assert found[0] == found[-1]
     assert parity.difference(found[0], whole[micro_batches]) <= parity.TOLERANCE
+
+
+@pytest.mark.second_tier
+def test_so_they_are_where_neither_group_is_a_part_of_the_other(ranks, config):
+    """Of six ranks, (0, 1, 2) share tokens, and (0, 1), (2, 3), (4, 5) share experts."""
+    asked = jobs.on_mesh(jobs.changed(config, "train", batch_size=6), 1)
+    expected = ranks.run(steps_of, 1, asked)[0]
+    asked = jobs.on_mesh(asked, 1, tp=3, dp=2, ep=2, zero=1)
+    found = [outcome.value or outcome.error for outcome in ranks.launch(steps_of, 6, asked)]
+    assert found[0] == found[-1]
+    assert parity.difference(found[0], expected) <= parity.TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["tp2 dp2 zero3", "tp2 cp2 zero2", "tp2 dp2 zero1 ep4", "dp4 zero3 ep2"])
@@ -175,9 +185,9 @@ def test_a_run_leaves_the_experts_of_all_ranks_and_goes_on_over_others(ranks, co
     config = jobs.changed(jobs.on_mesh(config, 1), "train", steps=4, val_every=0)
     config = jobs.changed(config, "checkpoint", every_steps=2, keep=9)
     asked = jobs.changed(jobs.on_mesh(config, 1, **sizes), "output", run_dir=str(tmp_path / "run"))
-    (folder, *_) = ranks.run(whole_run, 4, jobs.changed(asked, "train", steps=2))
+    (folder, *_) = ranks.run(whole_run, 4, asked)
     saved = folder / "checkpoints" / "step-000002"
-    state = ranks.run(jobs.full_state, 1, config, saved)[0]
+    state = ranks.run(jobs.full_state, 1, config, folder / "checkpoints" / "step-000004")[0]
     weights = load_hf(folder / "model").state_dict()
     assert sum("experts" in name for name in weights) == 2 * (MODEL.num_hidden_layers - MODEL.dense_layers)
     assert all(torch.equal(value, state[name]) for name, value in weights.items())
@@ -256,17 +266,20 @@ WATCHED = {
     "tp2": (2, {"tp": 2}),
     "tp2 dp2 full recomputation": (1, {"tp": 2, "dp": 2, "recompute": "full"}),
     "tp2 pp2 zb-h1": (2, {"tp": 2, "pp": 2, "schedule": "zb-h1"}),
+    "dp4 ep2": (1, {"dp": 4, "ep": 2}),
 }
 
 
 @pytest.mark.parametrize("name", WATCHED)
+@pytest.mark.second_tier("dp4 ep2")
 def test_the_load_of_experts_is_that_of_a_recount(ranks, config, counted, name):
-    """Imbalance of the tensor-parallel ranks aside, the figures are one rank's on every mesh."""
+    """Imbalance of the ranks over which experts lie aside, the figures are one rank's on every mesh."""
     micro_batches, sizes = WATCHED[name]
     asked = jobs.on_mesh(config, micro_batches, **sizes)
     found = ranks.run(first_steps, asked.parallel.tp * asked.parallel.dp * asked.parallel.pp, asked)
     for steps in found:
-        for step, expected in zip(steps, counted[micro_batches, asked.parallel.tp], strict=True):
+        over = asked.parallel.ep or asked.parallel.tp
+        for step, expected in zip(steps, counted[micro_batches, over], strict=True):
             for figure, value in expected.items():
                 assert getattr(step, figure) == pytest.approx(value, rel=2e-4), figure
     assert found[0][-1].expert_imbalance == found[-1][-1].expert_imbalance
