@@ -68,9 +68,9 @@ class TensorGroup:
         Raises ValueError where a dimension of the mesh is named after an axis that is not tensor-parallel."""
         if isinstance(group, TensorGroup):
             return group
-        copies = None
+        copies = group.copies if isinstance(group, Axis) else None
         if isinstance(group, Axis):
-            group, copies = group.mesh, group.copies
+            group = group.mesh
         if group is None:
             return cls("", 0, 1)
         mesh = group if isinstance(group, DeviceMesh) else None

@@ -120,6 +120,9 @@ def one_rank(ranks):
 
 
 @pytest.mark.parametrize(("name", "ep", "stage"), CASES)
+@pytest.mark.second_tier(
+    but=["dp4-2-3", "tp4-1-3", "dp2 tp2-4-1", "cp2 tp2-1-2", "dp2 cp2-2-3", "replicate2 dp2-2-3"]
+)
 def test_a_step_is_that_of_one_rank(ranks, one_rank, name, ep, stage):
     names, sizes = FOLDINGS[name]
     of_axis = dict(zip(names, sizes, strict=True))
