@@ -7,7 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from pyruntime.llama.mixture import Mixture
-from pyruntime.nn import MergedColumnParallelLinear, ParallelExperts, Router, RouterLosses, RowParallelLinear
+from pyruntime.nn import (
+    MergedColumnParallelLinear,
+    ParallelExperts,
+    Router,
+    RouterLosses,
+    RowParallelLinear,
+    SigmoidRouter,
+)
 from pyruntime.nn.parameters import TensorGroup
 from pyruntime.nn.router import Scores
 from pyruntime.ops.layers import swiglu
@@ -15,7 +22,8 @@ from pyruntime.ops.layers import swiglu
 
 class MixtureOfExperts(nn.Module):
     """y = sum over a row's experts of their weight times E_i(x), plus sigmoid(x w) S(x) if there is a shared
-    expert S. Call: layer(x, rows) with this rank's rows [T/P, D] of the T rows; returns [T/P, D]."""
+    expert S, or S(x) if routers are by sigmoid. Call: layer(x, rows) with this rank's rows [T/P, D] of the T
+    rows; returns [T/P, D]."""
 
     def __init__(
         self,
@@ -28,14 +36,14 @@ class MixtureOfExperts(nn.Module):
         """over: the ranks over which experts lie."""
         super().__init__()
         place = {name: options[name] for name in ("group", "dtype", "device")}
-        self.router = Router(
-            hidden,
-            mixture.experts,
-            mixture.per_token,
-            renormalize=mixture.renormalize,
-            losses=losses,
-            **place,
-        )
+        sizes = hidden, mixture.experts, mixture.per_token
+        common = {"renormalize": mixture.renormalize, "losses": losses, **place}
+        self.router: Router
+        if mixture.sigmoid:
+            of_groups = {name: getattr(mixture, name) for name in ("groups", "best_groups", "factor")}
+            self.router = SigmoidRouter(*sizes, **of_groups, **common)
+        else:
+            self.router = Router(*sizes, **common)
         self.experts = ParallelExperts(
             mixture.experts, hidden, mixture.width, tier=options["tier"], **{**place, "group": over}
         )
@@ -46,6 +54,8 @@ class MixtureOfExperts(nn.Module):
                 hidden, {"gate": width, "up": width}, False, **options
             )
             self.shared_down = RowParallelLinear(width, hidden, False, **options)
+        self.has_shared_gate = mixture.has_shared_gate
+        if self.has_shared_gate:
             self.shared_gate = Scores(hidden, 1, **place)
 
     def forward(self, x: Tensor, rows: int) -> Tensor:
@@ -54,6 +64,8 @@ class MixtureOfExperts(nn.Module):
         if not self.has_shared:
             return y
         shared = self.shared_down(swiglu(self.shared_gate_up(x, rows)))
+        if not self.has_shared_gate:
+            return y + shared
         return y + self.shared_gate(x).sigmoid().to(y.dtype) * shared
 
     def _rows(self, rows: int) -> int | None:

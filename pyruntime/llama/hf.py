@@ -20,7 +20,7 @@ from pyruntime.any_model.save_pretrained import raise_everywhere
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import Llama
 from pyruntime.llama.stored import Stored, stored
-from pyruntime.llama.tensor_shards import TensorShard, gather_full
+from pyruntime.llama.tensor_shards import ROUTER_BIAS, TensorShard, gather_full
 from pyruntime.nn.parameters import Group
 from pyruntime.nn.weight_files import INDEX, WEIGHTS, find_tensors, listed, open_tensors, read_json
 
@@ -136,7 +136,8 @@ def save_hf(
                 for part in stored(model.config, shard.name, shard.shape):
                     own = full if part.expert is None else full[part.expert, part.rows]
                     if part.name not in tensors:
-                        tensors[part.name] = torch.empty(part.shape_in_folder, dtype=dtype)
+                        kept = torch.float32 if part.name.endswith(ROUTER_BIAS) else dtype
+                        tensors[part.name] = torch.empty(part.shape_in_folder, dtype=kept)
                     tensors[part.name][part.first : part.first + len(own)].copy_(own)
             del full
         if writer is not None:

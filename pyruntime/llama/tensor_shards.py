@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from pyruntime.nn.cut import memory_of
 from pyruntime.nn.gather import gather_whole
 from pyruntime.nn.parameters import TensorGroup
+from pyruntime.nn.router import SigmoidRouter
 
+ROUTER_BIAS = "e_score_correction_bias"
+"""The bias of a router, always fp32."""
 _MODEL = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _LAYER = {
     "attention_norm": {"": "input_layernorm"},
@@ -89,3 +92,6 @@ def _shards_of(module: nn.Module, names: dict[str, str], prefix: str = "") -> It
             dims = [(dim, starts.get(dim, 0)) for dim in (layout.dim, layout.dim_y)]
             name, shape = f"{prefix}{names[which]}.{kind}", tuple(part.shape)
             yield TensorShard(name, shape, *dims[0], local, layout.group, *dims[1])
+    if isinstance(module, SigmoidRouter):
+        name = f"{prefix}{names['']}.{ROUTER_BIAS}"
+        yield TensorShard(name, tuple(module.bias.shape), None, 0, module.bias, module.group)

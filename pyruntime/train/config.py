@@ -62,6 +62,16 @@ class Model:
     norm_topk_prob: bool | None = None
     """Whether the weights of a token's experts, softmax over all of them, are divided by their sum; None: as
     in the preset, else true."""
+    sigmoid_router: bool | None = None
+    """Whether experts are chosen by sigmoids with a bias that train.router_bias_rate moves (DeepSeek-V3), not
+    by a softmax; with qk_norm and a shared expert. None: as in the preset, else false."""
+    expert_groups: int | None = None
+    """With sigmoid_router, groups of experts, of which a token goes only to the best; None: the preset's,
+    else 1."""
+    expert_groups_per_token: int | None = None
+    """Groups that a token may go to; None: the preset's, else 1."""
+    routed_scaling_factor: float | None = None
+    """With sigmoid_router, factor of the weights of a token's experts; None: the preset's, else 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +205,9 @@ class Train:
     router_z_loss: float = 0.0
     """Weight of the mean squared log-sum-exp of the routers' logits, for each layer with experts; 1e-3, for
     example. 0: none."""
+    router_bias_rate: float = 0.001
+    """With model.sigmoid_router: by how much the bias of an expert, beside scores from 0 to 1, moves in a step
+    towards an even load (arXiv 2408.15664). 0: it stays."""
     seed: int = 0
     """Seed of the weights, the batches and the sample. The same seed gives bitwise the same run."""
     val_every: int = 50

@@ -93,6 +93,7 @@ def of_llama(name: str, config: LlamaConfig, preset: str = "") -> ModelShape:
         per_token=config.mixture.per_token,
         expert_ffn=config.mixture.width,
         shared_ffn=config.mixture.shared_width,
+        shared_gate=config.mixture.has_shared_gate,
         dense_layers=config.mixture.dense_layers,
     )
 

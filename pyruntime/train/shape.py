@@ -26,6 +26,10 @@ _OF_MIXTURE = {
     "shared_expert_size": "shared_width",
     "dense_layers": "dense_layers",
     "norm_topk_prob": "renormalize",
+    "sigmoid_router": "sigmoid",
+    "expert_groups": "groups",
+    "expert_groups_per_token": "best_groups",
+    "routed_scaling_factor": "factor",
 }
 """Options of [model] about experts, and their fields of Mixture."""
 

@@ -35,7 +35,7 @@ GROUPS = [
     ["tp x dp", "went on"],
     ["slices", "init_from", "costs"],
     ["hybrid", "cp"],
-    ["rings", "grid", "experts"],
+    ["rings", "grid", "experts", "sigmoid experts"],
     ["adapters", "more adapters"],
 ]
 """Runs on the same ranks, one after the other."""
@@ -146,6 +146,16 @@ def runs(folder: Path) -> dict[str, RunConfig]:
             # One micro-batch: with several, those of data-parallel ranks have other sequences together.
             train={"balance_loss": 0.5, "router_z_loss": 0.1, "batch_size": 2},
             parallel={"tp": 2, "dp": 2, "zero": 3, "ep": 4},
+        ),
+        "sigmoid experts": changed(
+            base,
+            model={
+                "experts": 8, "expert_size": 16, "shared_expert_size": 32, "qk_norm": True,
+                "sigmoid_router": True, "expert_groups": 4, "expert_groups_per_token": 2,
+                "routed_scaling_factor": 1.5,
+            },
+            train={"router_bias_rate": 0.01, "batch_size": 2},
+            parallel={"tp": 2, "dp": 2},
         ),
         "adapters": changed(
             base,

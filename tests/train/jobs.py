@@ -155,7 +155,9 @@ def full_state(group, config: RunConfig, resume: Path) -> dict[str, torch.Tensor
     made.resume(resume)
     state = checkpoint.state_of(made.sharded)
     state = state["model"] | state["optimizer"]
-    return {name: value.full_tensor() for name, value in state.items()}
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()
+    }
 
 
 def curve(steps: list[StepMetrics], name: str) -> list:

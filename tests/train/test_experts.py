@@ -35,6 +35,11 @@ MODEL = Model(
     dense_layers=1,
 )
 """Seven experts are ragged over 2 ranks and over 3."""
+SIGMOID = {
+    "qk_norm": True, "sigmoid_router": True, "experts": 8, "expert_size": 24, "expert_groups": 4,
+    "expert_groups_per_token": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
+}  # fmt: skip
+"""What makes it a model with routers by sigmoid."""
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +170,51 @@ def test_a_run_is_resumed_on_other_meshes(ranks, config, tmp_path):
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
+def by_sigmoid(config):
+    """The job with routers by sigmoid, whose biases move so far that they matter."""
+    return jobs.changed(jobs.changed(config, "model", **SIGMOID), "train", router_bias_rate=0.02)
+
+
+def steps_and_biases(group, config):
+    """Losses and norms of some steps, and the bias of every layer's router on this rank after them."""
+    made = jobs.trainer(group, config)
+    with contextlib.closing(made.fit()) as steps:
+        found = [(each.loss, each.grad_norm) for each in (next(steps), next(steps), next(steps))]
+    biases = {name: each.clone() for name, each in made.model.named_buffers() if name.endswith("router.bias")}
+    made.close()
+    return found, biases
+
+
+SIGMOID_MESHES = {
+    "tp2 dp2 ep4 zero2": (1, {"tp": 2, "dp": 2, "ep": 4, "zero": 2}),
+    "tp2 cp2 full": (2, {"tp": 2, "cp": 2, "recompute": "full"}),
+    "tp2 pp2 zb-v": (2, {"tp": 2, "pp": 2, "schedule": "zb-v"}),
+    "dp4 ep2 zero3": (1, {"dp": 4, "ep": 2, "zero": 3}),
+}
+
+
+@pytest.mark.parametrize("losses", [0.5, 0.0])
+@pytest.mark.parametrize("name", SIGMOID_MESHES)
+@pytest.mark.second_tier(but=["tp2 dp2 ep4 zero2-0.0", "tp2 cp2 full-0.5"])
+def test_routers_by_sigmoid_move_their_biases_by_the_rows_of_all_ranks(ranks, config, name, losses):
+    """Once for each step, on all ranks alike, with losses of routers and without."""
+    config = jobs.changed(by_sigmoid(config), "train", balance_loss=losses, router_z_loss=losses / 5)
+    micro_batches, sizes = SIGMOID_MESHES[name]
+    ((expected, exact),) = ranks.run(steps_and_biases, 1, jobs.on_mesh(config, micro_batches))
+    found = ranks.run(steps_and_biases, 4, jobs.on_mesh(config, micro_batches, **sizes))
+    assert len(exact) == MODEL.num_hidden_layers - MODEL.dense_layers
+    seen = set()
+    for steps, biases in found:
+        seen |= biases.keys()
+        assert parity.difference(steps, expected) <= parity.TOLERANCE
+        for layer, bias in biases.items():
+            assert torch.equal(bias, exact[layer]), layer
+            moves = (bias / 0.02).round()
+            assert moves.any() and moves.abs().max() <= 3
+            torch.testing.assert_close(bias, moves * 0.02)
+    assert seen == exact.keys()
+
+
 def whole_run(group, config):
     return run(config, "job", jobs.runtime(group, config), StopRequest())
 
@@ -172,16 +222,20 @@ def whole_run(group, config):
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"tp": 2, "dp": 2, "ep": 4},
+        {"tp": 2, "dp": 2, "ep": 4, "sigmoid": 1},
         {"dp": 4, "zero": 3, "ep": 2},
-        {"pp": 2, "dp": 2, "ep": 2},
+        {"pp": 2, "dp": 2, "ep": 2, "sigmoid": 1},
         {"tp": 2, "cp": 2, "ep": 1},
     ],
     ids=lambda sizes: " ".join(f"{name}{size}" for name, size in sizes.items()),
 )
-@pytest.mark.second_tier(but=["tp2 dp2 ep4"])
+@pytest.mark.second_tier(but=["tp2 dp2 ep4 sigmoid1"])
 def test_a_run_leaves_the_experts_of_all_ranks_and_goes_on_over_others(ranks, config, tmp_path, sizes):
-    """Its model is bitwise that of its checkpoint, from which one rank goes on as after its own steps."""
+    """Its model is bitwise that of its checkpoint, biases included, from which one rank goes on as after its
+    own steps."""
+    sizes = dict(sizes)
+    if sizes.pop("sigmoid", False):
+        config = by_sigmoid(config)
     config = jobs.changed(jobs.on_mesh(config, 1), "train", steps=4, val_every=0)
     config = jobs.changed(config, "checkpoint", every_steps=2, keep=9)
     asked = jobs.changed(jobs.on_mesh(config, 1, **sizes), "output", run_dir=str(tmp_path / "run"))

@@ -31,6 +31,12 @@ def check_shape(config: RunConfig, shape: LlamaConfig) -> None:
         (f"pipeline.costs={config.pipeline.costs}", bool(config.pipeline.costs), "set pipeline.layers"),
     ):
         require(not is_asked, f"{name} does not support {experts} yet; {instead}.")
+    is_rare = not meets_every_step(config) or bool(config.data_parallel.members)
+    require(
+        not (shape.mixture.sigmoid and is_rare),
+        "model.sigmoid_router moves a bias by the rows of all ranks in every step, and replicas that do not "
+        "synchronize in every step do not count them; leave out one of the two.",
+    )
     slices, train = config.pipeline.slices, config.train
     for name, weight in (("balance_loss", train.balance_loss), ("router_z_loss", train.router_z_loss)):
         require(

@@ -16,7 +16,7 @@ from pyruntime.train.resolved import ResolvedRun
 
 class ExpertLoad:
     """Collects the load of a model's experts on the device: `take` after a step. There is none of models
-    without experts, and none without losses of routers, for which rows are counted.
+    without experts, and none without losses and biases of routers, for which rows are counted.
 
     A rank's numbers: for each layer of the model with experts the imbalances of experts and of ranks, alike
     on all ranks of its pipeline stage, and this rank's share of the entropy, or zeros in place of other
@@ -31,7 +31,7 @@ class ExpertLoad:
     @classmethod
     def of_run(cls, run: ResolvedRun, model: Llama, ep: int, device: torch.device) -> ExpertLoad:
         mixture, train = run.shape.mixture, run.config.train
-        if mixture is None or not (train.balance_loss or train.router_z_loss):
+        if mixture is None or not (train.balance_loss or train.router_z_loss or mixture.sigmoid):
             return cls((), {}, ep, device)
         layers = [number for number in range(run.shape.num_hidden_layers) if mixture.has(number)]
         own = (number for number in model.part.layers if mixture.has(number))
