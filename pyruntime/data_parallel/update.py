@@ -24,7 +24,7 @@ from pyruntime.ops.attention import statistics_dtype
 from pyruntime.ops.layers import adamw_, adamw_ahead_, random_rounding
 
 if TYPE_CHECKING:
-    from pyruntime.data_parallel.muon import Matrix
+    from pyruntime.data_parallel.muon import Matrix, Stack
 
 Decay: TypeAlias = float | dict[str, float]
 
@@ -46,8 +46,8 @@ class PartState:
         self.moments = {name: torch.zeros_like(rows, dtype=statistics_dtype(rows)) for name in moments}
         self.numbers: dict[str, Tensor] = {}
         """Values that a torch optimizer keeps beside moments, the same on every rank."""
-        self.matrix: Matrix | None = None
-        """The matrix, if Muon updates these rows in place of AdamW."""
+        self.matrix: Matrix | Stack | None = None
+        """The matrix, or the experts' ones, if Muon updates these rows in place of AdamW."""
         self.first = self.axes.shard.rank * part.lines * bucket.width
         """Index of the rows' first element in the whole part."""
         self.has_master = with_master and rows.dtype != statistics_dtype(rows)

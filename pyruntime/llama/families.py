@@ -2,7 +2,7 @@
 
 | model_type | layers |
 |---|---|
-| dots1 | experts by sigmoid, a shared one; normalised queries and keys; perhaps a window in the later layers |
+| dots1 | experts by sigmoid, a shared one; queries and keys are normalised; perhaps a window, as in qwen3 |
 | llama | one feed-forward network; perhaps biases |
 | mistral | perhaps a window of attention |
 | mixtral | experts, whose weights are divided by their sum; perhaps a window of attention |

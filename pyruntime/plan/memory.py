@@ -218,10 +218,12 @@ def _states_of_rank(
         own = layers * job.adapters.parameters(mesh.tp)
         weights, gradients, optimizer = states(own, mesh, micro_batches, rules)
         weights += states(parameters, mesh, micro_batches, rules)[0]  # frozen weights have nothing else
+    share = 1.0
     if model.experts:
         # ZeRO cuts a rank's experts into whole ones too.
         of_rank = -(-model.experts // mesh.experts_over)
-        of_experts = states(fullest, mesh, micro_batches, rules, of_rank / -(-of_rank // mesh.experts_shard))
+        share = of_rank / -(-of_rank // mesh.experts_shard)
+        of_experts = states(fullest, mesh, micro_batches, rules, share)
         weights, gradients, optimizer = (
             sum(each) for each in zip((weights, gradients, optimizer), of_experts, strict=True)
         )
@@ -230,8 +232,8 @@ def _states_of_rank(
         case "adamw":
             pass
         case "muon":
-            held = layers * model.layer_matrices / cut / mesh.shard
-            optimizer -= MOMENT * held
+            held = (layers * model.layer_matrices - of_all) / cut / mesh.shard
+            optimizer -= MOMENT * (held + fullest / share)
             muon = _muon(model, held, mesh, rules)
         case _:
             assert_never(job.optimizer)

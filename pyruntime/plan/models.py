@@ -124,7 +124,10 @@ class ModelShape:
         """The shapes of one layer's matrices, unmerged."""
         key_value = self.kv_heads * self.head_dim
         heads = [self.attention_width, key_value, key_value, self.attention_width]
-        return tuple((width, self.hidden) for width in [*heads, *[self.ffn] * (3 if self.gated else 2)])
+        networks = [self.ffn] * (3 if self.gated else 2)
+        if self.experts:
+            networks = [self.expert_ffn] * 3 * self.experts + [self.shared_ffn] * (3 if self.shared_ffn else 0)
+        return tuple((width, self.hidden) for width in [*heads, *networks])
 
     @cached_property
     def layer_experts(self) -> int:

@@ -170,6 +170,25 @@ def test_a_run_is_resumed_on_other_meshes(ranks, config, tmp_path):
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
+MUON_MESHES = {
+    "tp2 dp2 zero1": (1, {"tp": 2, "dp": 2, "zero": 1}),
+    "tp2 dp2 ep1 zero3": (1, {"tp": 2, "dp": 2, "ep": 1, "zero": 3}),
+    "dp4 ep2 zero2": (1, {"dp": 4, "ep": 2, "zero": 2}),
+    "tp2 pp2 zb-h1": (2, {"tp": 2, "pp": 2, "schedule": "zb-h1"}),
+}
+
+
+@pytest.mark.parametrize("name", MUON_MESHES)
+@pytest.mark.second_tier(but=["dp4 ep2 zero2"])
+def test_muon_steps_along_each_expert_alike_on_every_mesh(ranks, config, name):
+    config = jobs.changed(config, "optimizer", name="muon", lr=1e-3)
+    micro_batches, sizes = MUON_MESHES[name]
+    expected = ranks.run(steps_of, 1, jobs.on_mesh(config, micro_batches))[0]
+    found = ranks.run(steps_of, 4, jobs.on_mesh(config, micro_batches, **sizes))
+    assert found[0] == found[-1]
+    assert parity.difference(found[0], expected) <= parity.TOLERANCE
+
+
 def by_sigmoid(config):
     """The job with routers by sigmoid, whose biases move so far that they matter."""
     return jobs.changed(jobs.changed(config, "model", **SIGMOID), "train", router_bias_rate=0.02)
@@ -285,11 +304,6 @@ def own_losses(run, runtime):
 @pytest.mark.parametrize(
     ("section", "options", "message"),
     [
-        (
-            "optimizer",
-            {"name": "muon"},
-            "optimizer.name=muon does not support a model with 7 experts yet; use",
-        ),
         ("train", {"check_types": True}, "train.check_types=true does not support a model with 7 experts"),
         ("parallel", {"tp_slices": 2}, "parallel.tp_slices=2 does not support a model with experts"),
         ("parallel", {"tp_wire": "fp8"}, "parallel.tp_wire=fp8 does not support a model with 7 experts"),

@@ -25,7 +25,6 @@ def check_shape(config: RunConfig, shape: LlamaConfig) -> None:
         return
     experts = f"a model with {shape.mixture.experts} experts"
     for name, is_asked, instead in (
-        ("optimizer.name=muon", config.optimizer.name == "muon", "use adamw"),
         ("train.check_types=true", config.train.check_types, "leave it out"),
         (f"parallel.tp_wire={config.parallel.tp_wire}", config.parallel.tp_wire != "same", "leave it out"),
         (f"pipeline.costs={config.pipeline.costs}", bool(config.pipeline.costs), "set pipeline.layers"),
