@@ -108,6 +108,7 @@ def _heading(run: ResolvedRun) -> str:
     train, parallel, optimizer = config.train, config.parallel, config.optimizer
     axes = {"tp": mesh.tp, **({"tp_y": mesh.tp_y} if mesh.tp_y > 1 else {})}
     axes |= {"cp": mesh.cp, "pp": mesh.pp, "dp": mesh.dp}
+    axes |= {"ep": mesh.ep} if mesh.ep else {}
     sizes = ", ".join(f"{name}={size}" for name, size in axes.items())
     cut = f" at zero {parallel.zero}" if parallel.dp * parallel.cp > 1 else ""
     if mesh.dp_replicate > 1:
@@ -175,13 +176,13 @@ def _shapes(run: ResolvedRun) -> str:
         ["queries, keys, values", f"[{qkv}, {hidden}]", f"[{tokens}, {qkv}]"],
         ["attention", "", f"[{sequences}, {seq}, {heads} and {kv_heads}, {head_dim}]"],
         ["its output", f"[{hidden}, {heads * head_dim}]", f"[{math.ceil(tokens / x)}, {hidden}]"],
-        *_network(shape, x, hidden, tokens),
+        *_network(shape, x, run.mesh.experts_over, hidden, tokens),
         ["embedding, head", f"[{vocab}, {hidden}]", f"[{tokens}, {vocab}]"],
     ]
     return columns(["shapes on a rank", "weight", "result for a micro-batch"], rows, left=(0, 1, 2))
 
 
-def _network(shape: LlamaConfig, x: int, hidden: int, tokens: int) -> list[list[str]]:
+def _network(shape: LlamaConfig, x: int, ep: int, hidden: int, tokens: int) -> list[list[str]]:
     """Returns the rows about feed-forward networks and experts. Of an expert's rows the mean is shown."""
     own, rows, mixture = math.ceil(tokens / x), [], shape.mixture
     networks = [("", shape.intermediate_size)] if shape.has_dense_layers else []
@@ -192,7 +193,7 @@ def _network(shape: LlamaConfig, x: int, hidden: int, tokens: int) -> list[list[
         rows.append([f"gate and up{name}", f"[{2 * ffn}, {hidden}]", f"[{tokens}, {2 * ffn}]"])
         rows.append([f"down{name}", f"[{hidden}, {ffn}]", f"[{own}, {hidden}]"])
     if mixture is not None:
-        held, width = math.ceil(mixture.experts / x), mixture.width
+        held, width = math.ceil(mixture.experts / ep), mixture.width
         routed = math.ceil(tokens * mixture.per_token / x)
         rows.append(["router", f"[{mixture.experts}, {hidden}]", f"[{own}, {mixture.experts}]"])
         rows.append(["experts' gate and up", f"[{held}, {2 * width}, {hidden}]", f"[{routed}, {2 * width}]"])

@@ -66,6 +66,11 @@ def report(config: RunConfig, ranks: int, per_host: int) -> str:
                 f"{key}={wire}: mesh counts only bytes that are not rounded; leave the option out, or read "
                 "them in the metrics of a run."
             )
+    if run.mesh.experts_over != run.mesh.tp:
+        raise ConfigError(
+            f"parallel.ep={run.mesh.ep}: mesh counts rows of experts over the tensor-parallel ranks only; "
+            "leave the option out, or read bytes in the metrics of a run."
+        )
     if ranks % per_host:
         raise ConfigError(f"--ranks_per_host={per_host} does not divide {ranks} ranks; use a divisor.")
     on_device = config.train.device == "cuda"

@@ -17,10 +17,13 @@ class Axis:
     """
 
     name: str
-    """tp, tp_y, dp, cp, pp or replicas."""
+    """tp, tp_y, ep, dp, cp, pp, replicas or edp."""
     mesh: DeviceMesh | None
-    """A mesh of one dimension, or of two, (dp_replicate, dp_shard), for dp and replicas if there are groups
-    of them. None: the mesh has no such axis."""
+    """A mesh of one dimension, or of two, (dp_replicate, dp_shard), for dp, replicas and edp if there are
+    groups of them. None: the mesh has no such axis."""
+    copies: DeviceMesh | None = None
+    """Of ep, if it is not tp: the ranks that hold the same experts as this one (`Runtime.edp`). Their sums
+    are taken over these, not over the replicas of the rest of the model."""
 
     @property
     def rank(self) -> int:

@@ -60,12 +60,15 @@ class Runtime:
 
     Args:
         mesh: a DeviceMesh with named axes, one of them "tp".
+        ep: ranks in an expert-parallel group, see `start`; groups other than tp's are made collectively.
         deadline_s: seconds that any wait on a peer may last before it raises CommTimeout.
 
-    Raises ValueError if the mesh has no axis "tp".
+    Raises ValueError if the mesh has no axis "tp", or `ep` does not fit it.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, *, ep: int | None = None, deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> None:
         if "tp" not in (mesh.mesh_dim_names or ()):
             raise ValueError(f"The mesh has axes {mesh.mesh_dim_names}; name one of them 'tp'.")
         self.mesh = mesh
@@ -86,6 +89,9 @@ class Runtime:
         """The place of each rank of the job on the mesh, "tp 0, dp 1", by its number in the job. Empty if the
         rank is not in the mesh, or if one axis has all ranks, whose numbers are their places."""
         _C.set_coordinates(self.places)
+        self._experts: DeviceMesh | None = None
+        if ep is not None and ep != self.tp.size:
+            self._experts = self._mesh_of_experts(ep)
 
     @classmethod
     def start(
@@ -97,6 +103,7 @@ class Runtime:
         dp_replicate: int = 1,
         cp: int = 1,
         pp: int = 1,
+        ep: int | None = None,
         device: str = "cpu",
         hosts: str = "started",
         deadline_s: float = DEFAULT_DEADLINE_S,
@@ -112,6 +119,9 @@ class Runtime:
         dp_replicate: the number of parts of that group that each hold everything once.
         cp: ranks in a context-parallel group.
         pp: ranks in a pipeline.
+        ep: ranks among which experts are dealt out, neighbours by rank: any number that divides tp * cp * dp,
+            the ranks of a pipeline stage (with dp_replicate, those of one replica); by default tp. The ranks
+            that hold the same experts are then `edp`. Each expert is on one rank of its group, whole.
         device: "cpu", "cuda" (the GPU of this rank's LOCAL_RANK), or "auto": a GPU if every rank of the host
             has one, else the CPU. On GPUs the process groups use NCCL for tensors there and Gloo for those on
             the CPU; only Gloo if ranks share a GPU.
@@ -144,6 +154,8 @@ class Runtime:
                 f"{world_size} rank(s) were started; start tp{times} * dp * cp * pp of them (torchrun "
                 f"--nproc-per-node {tp * others}) or leave tp out, and let dp_replicate divide dp."
             )
+        if ep is not None and ep != tp:
+            check_ep(ep, tp, tp_y, cp * dp, dp_replicate)
         links = None
         if hosts == "measured" and world_size > 1:
             links = cls._number_by_links(world_size, device, deadline_s)
@@ -161,7 +173,7 @@ class Runtime:
             mesh = _make_mesh(placement.device.type, ranks, tuple(axes), {}, deadline_s)
             if dp > 1 and cp > 1:
                 merge_context(mesh, deadline_s)
-        runtime = cls(mesh, deadline_s=deadline_s)
+            runtime = cls(mesh, ep=ep, deadline_s=deadline_s)
         runtime._owns_process_groups = True
         runtime.device, runtime.why_device = placement.device, placement.why
         runtime.links = links
@@ -239,6 +251,47 @@ class Runtime:
         """The pipeline-parallel axis."""
         return self._axis("pp")
 
+    @property
+    def ep(self) -> Axis:
+        """The expert-parallel axis, for `pyruntime.nn.ParallelExperts`: that of `start(ep=...)`, or tp."""
+        if self._experts is None:
+            return Axis("ep", self.tp.mesh)
+        return Axis("ep", self._experts["ep"], self.edp.mesh)
+
+    @property
+    def edp(self) -> Axis:
+        """The ranks of the pipeline stage that hold the same experts, over which their gradients are summed.
+        By default `replicas`."""
+        if self._experts is None:
+            return Axis("edp", self.replicas.mesh)
+        names = tuple(name for name in self._experts.mesh_dim_names or () if name.startswith("edp"))
+        return Axis("edp", self._experts[names])
+
+    def _mesh_of_experts(self, ep: int) -> DeviceMesh:
+        """Makes the mesh (edp, ep) of each pipeline stage: its ranks in their order, tp fastest, then cp and
+        dp (parallel folding, arXiv 2504.14960). With dp_replicate (edp_replicate, edp_shard, ep)."""
+        mesh, sizes = self.mesh, self.sizes
+        names = mesh.mesh_dim_names or ()
+        replicate = mesh.size(names.index("dp_replicate")) if "dp_replicate" in names else 1
+        check_ep(ep, self.tp.size, self.tp_y.size, sizes.cp * sizes.dp, replicate)
+        copies = sizes.tp * sizes.cp * sizes.dp // ep
+        shape = {"pp": sizes.pp} if sizes.pp > 1 else {}
+        if "dp_replicate" in names:
+            shape |= {"edp_replicate": replicate, "edp_shard": copies // replicate, "ep": ep}
+        else:
+            shape |= {"edp": copies, "ep": ep}
+        ranks = self._grid if mesh.ndim > 1 else mesh.mesh[self._grid]
+        known = {"pp": mesh.get_group("pp")} if sizes.pp > 1 else {}
+        with named_failures(self.world, "Making the groups of ep"):
+            made = _make_mesh(
+                mesh.device_type, ranks.reshape(tuple(shape.values())), tuple(shape), known, self.deadline_s
+            )
+        for axis in shape.keys() - known.keys():
+            name = group_name(made[axis])
+            self._groups.append(name)
+            set_deadline(name, self.deadline_s)
+        return made
+
     def _axis(self, name: str) -> Axis:
         return Axis(name, self.mesh[name] if name in (self.mesh.mesh_dim_names or ()) else None)
 
@@ -297,7 +350,8 @@ class Runtime:
             _leave_job()
             # DTensor's caches keep the mesh, and the mesh the groups. If these were not freed, gloo's threads
             # would go on, and one that frees a tensor while Python ends aborts the process.
-            getattr(self.mesh._get_root_mesh(), "_pg_registry", {}).clear()
+            for mesh in filter(None, (self.mesh, self._experts)):
+                getattr(mesh._get_root_mesh(), "_pg_registry", {}).clear()
 
     def __enter__(self) -> Runtime:
         return self
@@ -308,6 +362,24 @@ class Runtime:
                 raise_for_ended(f"{job_rank_name(dist.get_rank())} was asked to stop")
         finally:
             self.close()
+
+
+def check_ep(ep: int, tp: int, tp_y: int, replicas: int, dp_replicate: int) -> None:
+    """Raises ValueError unless experts can be dealt out over `ep` ranks, other than tp, of a pipeline stage
+    of tp * `replicas` ranks, in `dp_replicate` parts that each hold everything once."""
+    if tp_y > 1:
+        raise ValueError(
+            f"ep={ep} with tp={tp} and tp_y={tp_y}, two axes of tensor parallelism, beside which experts "
+            "have no groups of their own; leave out ep."
+        )
+    ranks = tp * replicas // dp_replicate
+    if ep < 1 or ranks % ep:
+        fitting = ", ".join(str(each) for each in range(1, ranks + 1) if ranks % each == 0)
+        parts = f", in dp_replicate={dp_replicate} parts" if dp_replicate > 1 else ""
+        raise ValueError(
+            f"ep={ep} does not divide the ranks that share experts, tp={tp} times dp * cp={replicas}{parts}; "
+            f"use one of {fitting}."
+        )
 
 
 def _init_process_groups(backend: str, deadline_s: float, axes: Mapping[str, int]) -> None:

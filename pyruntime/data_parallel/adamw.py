@@ -11,7 +11,7 @@ from torch import nn
 from pyruntime.choices import Rounding, check_value, values
 from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import BucketPart
-from pyruntime.data_parallel.muon import Matrix, Muon
+from pyruntime.data_parallel.muon import Matrix, Muon, Stack
 from pyruntime.data_parallel.optimizer import ShardedOptimizer, Shards, Shared
 from pyruntime.data_parallel.update import Decay, PartState, Update
 
@@ -78,8 +78,9 @@ def _states(
     shards: Shards, decay: Decay, rounding: Rounding, muon: Muon | None, shared: Shared
 ) -> dict[int, list[PartState]]:
     """Returns the states of every bucket's parts, by id of the bucket."""
-    weights, axes = shards.weights, shards.axes
-    matrices = {id(parameter) for parameter in ([] if muon is None else muon.matrices)}
+    weights = shards.weights
+    stacks = {} if muon is None else {id(parameter): parts for parameter, parts in muon.stacks.items()}
+    matrices = {id(parameter) for parameter in ([] if muon is None else muon.matrices)} | stacks.keys()
     known = {id(parameter) for each in weights for parameter in each.bucket.parameters}
     if not matrices <= known:
         raise ValueError(
@@ -91,19 +92,24 @@ def _states(
         for part, rows in zip(each.bucket.parts, each.rows, strict=True):
             parameter, options = each.bucket.parameters[part.owner], {}
             if id(parameter) in matrices:
-                _check_matrix(parameter, part, rounding, shared)
+                _check_matrix(parameter, part, rounding, shared, 3 if id(parameter) in stacks else 2)
                 options["moments"] = ("momentum",)
-            state = PartState(each.bucket, part, rows, axes, decay, rounding == "nearest", **options)
-            if options:
-                state.matrix = Matrix.of(state, axes.shard.size)
+            state = PartState(each.bucket, part, rows, decay, rounding == "nearest", **options)
+            if id(parameter) in stacks:
+                state.matrix = Stack.of(state, stacks[id(parameter)])
+            elif options:
+                state.matrix = Matrix.of(state, state.axes.shard.size)
             states.append(state)
     return made
 
 
-def _check_matrix(parameter: nn.Parameter, part: BucketPart, rounding: Rounding, shared: Shared) -> None:
+def _check_matrix(
+    parameter: nn.Parameter, part: BucketPart, rounding: Rounding, shared: Shared, dims: int
+) -> None:
     found = f"{part.key} is {list(parameter.shape)} {parameter.dtype} on {parameter.device}"
-    if parameter.dim() != 2:
-        raise ValueError(f"{found}, and Muon updates only matrices; leave it to AdamW.")
+    if parameter.dim() != dims:
+        what = "matrices" if dims == 2 else "stacks of matrices [E, m, n] as experts'"
+        raise ValueError(f"{found}, and Muon updates only {what}; leave it to AdamW.")
     if rounding != "nearest":
         raise ValueError(f'rounding="{rounding}" needs AdamW, and Muon updates {part.key}; use "nearest".')
     layout = getattr(parameter, "tp_layout", None)

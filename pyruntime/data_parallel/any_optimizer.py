@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.optimizer import ShardedOptimizer, Shards
 from pyruntime.data_parallel.states import as_dtensor, part_of
 from pyruntime.data_parallel.update import AfterTheNorm, Own, PartState
@@ -29,7 +28,6 @@ class RowsLayout:
     """The layout of this rank's rows of one part, as a CutTensor has it. group: its name in words."""
 
     state: PartState
-    axes: Axes
     cut_over: tuple[str, ...]
     parts: tuple[Part, ...]
     group: Any
@@ -37,24 +35,24 @@ class RowsLayout:
     dim_y: None = None
 
     @classmethod
-    def of(cls, state: PartState, axes: Axes) -> RowsLayout:
-        shard = axes.shard
+    def of(cls, state: PartState) -> RowsLayout:
+        shard = state.axes.shard
         over = (*state.tp_groups, *((shard.name,) if shard.size > 1 else ()))
-        whole = as_dtensor(state.rows, state.parameter, state.part, axes)
+        whole = as_dtensor(state.rows, state.parameter, state.part, state.axes)
         part = Part(state.part.key, tuple(whole.shape))
-        return cls(state, axes, over, (part,), _Words(over))
+        return cls(state, over, (part,), _Words(over))
 
     def local_shape(self) -> tuple[int, ...]:
         return tuple(self.state.rows.shape)
 
     def to_dtensors(self, local: Tensor) -> dict[str, Tensor]:
-        return {self.parts[0].key: as_dtensor(local, self.state.parameter, self.state.part, self.axes)}
+        return {self.parts[0].key: as_dtensor(local, self.state.parameter, self.state.part, self.state.axes)}
 
     def gather_parts(self, wholes: Mapping[str, Tensor]) -> Tensor:
         """Returns this rank's rows of a whole tensor, or of a DTensor."""
         whole = wholes[self.parts[0].key]
         if isinstance(whole, DTensor):
-            own = as_dtensor(self.state.rows, self.state.parameter, self.state.part, self.axes)
+            own = as_dtensor(self.state.rows, self.state.parameter, self.state.part, self.state.axes)
             is_own = isinstance(own, DTensor) and type(own) is type(whole)
             if is_own and (own.device_mesh, own.placements) == (whole.device_mesh, whole.placements):
                 return whole._local_tensor.detach()
@@ -85,13 +83,11 @@ class _Words:
 class TorchUpdate(AfterTheNorm):
     """A torch optimizer whose parameters are the masters of `states`, or the rows if there is no master."""
 
-    def __init__(
-        self, kind: type[Optimizer], options: dict[str, Any], states: Sequence[PartState], axes: Axes
-    ) -> None:
+    def __init__(self, kind: type[Optimizer], options: dict[str, Any], states: Sequence[PartState]) -> None:
         self._of: dict[int, Tensor] = {}
         for state in states:
             kept = state.master if state.has_master else state.rows
-            layout = RowsLayout.of(state, axes)
+            layout = RowsLayout.of(state)
             whole = kept if layout.cut_over else kept.view(layout.parts[0].shape)
             self._of[id(state)] = cut_like(whole, layout)
         self._states = list(states)
@@ -171,7 +167,7 @@ class ShardedTorchOptimizer(ShardedOptimizer):
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or issubclass(kind, ShardedOptimizer):
             raise TypeError(f"of_torch() takes an optimizer class, such as torch.optim.SGD; found: {kind!r}.")
         states = shards.states(with_master=True)
-        update = TorchUpdate(kind, options, [each for some in states.values() for each in some], shards.axes)
+        update = TorchUpdate(kind, options, [each for some in states.values() for each in some])
         (first, *_) = update.inner.param_groups
         group = {name: value for name, value in first.items() if name != "params"}
         super().__init__(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime import comm
 from pyruntime.comm.core import _C
 from pyruntime.comm.exchange import gather
+from pyruntime.nn.parameters import TensorGroup
 
 PLACES = 4  # slots for flights in a transport
 MOST_FLIGHTS = 3  # under way at once in one group
@@ -183,6 +186,10 @@ class Axes:
     def size(self) -> int:
         return self.shard.size * self.replicate.size
 
+    @property
+    def of_gradients(self) -> tuple[FlightAxis, FlightAxis]:
+        return self.shard, self.replicate
+
     def note_failed_pass(self, of_weights: bool = False) -> None:
         """Notes that this rank has left a forward or backward pass by an exception. Its flights (of_weights:
         weights' too), and those of ranks that have left none, then raise ValueError, on all ranks."""
@@ -191,13 +198,52 @@ class Axes:
                 _C.note_failed_pass(axis.name)
 
 
+def own_axes() -> Axes:
+    """Returns the axes of a rank that shares its states and gradients with no other."""
+    return Axes(FlightAxis(None), FlightAxis(None), FlightAxis(None))
+
+
+class AxesOf:
+    """The axes of each parameter of a model that is sharded over `mesh`: those of the mesh. Experts that lie
+    over a group of their own (`pyruntime.nn.TensorGroup.copies`) have those of the ranks that hold the same
+    ones. Every rank makes it alike; raises ValueError as `axes_of` does."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh | None, stage: int):
+        self.main = axes_of(mesh, stage)
+        self._of_group: dict[str, Axes] = {}
+        """By the name of the group over which experts lie."""
+        for parameter in model.parameters():
+            group = _own_group(parameter)
+            if group is not None and group.name not in self._of_group:
+                self._of_group[group.name] = axes_of(group.copies, stage)
+
+    def of(self, parameter: Tensor) -> Axes:
+        group = _own_group(parameter)
+        return self.main if group is None else self._of_group[group.name]
+
+    @property
+    def every(self) -> tuple[Axes, ...]:
+        """All axes, the model's first."""
+        return self.main, *self._of_group.values()
+
+
+def _own_group(parameter: Tensor) -> TensorGroup | None:
+    layout = getattr(parameter, "tp_layout", None)
+    return None if layout is None or layout.group.copies is None else layout.group
+
+
+def flight_axes(every: Iterable[Axes]) -> list[FlightAxis]:
+    """Returns the axes over which gradients are summed, each once and in the same order on all ranks."""
+    return list(dict.fromkeys(axis for axes in every for axis in axes.of_gradients))
+
+
 def axes_of(mesh: DeviceMesh | None, stage: int) -> Axes:
     """Returns the axes of a mesh with one dimension (dp) or two (dp_replicate, dp_shard), or of one rank.
 
     Raises ValueError if there are more, or two at stage 0, which cuts nothing.
     """
     if mesh is None:
-        return Axes(FlightAxis(None), FlightAxis(None), FlightAxis(None))
+        return own_axes()
     # At stage 3 the computation waits for weights. At 1 and 2 it waits for gradients while weights return.
     place = (BEFORE_GRADIENTS, MOST_FLIGHTS) if stage == 3 else (AFTER_GRADIENTS, MOST_ANY_TIME)
     if mesh.ndim == 1:

@@ -65,12 +65,17 @@ def launch(
     touched: Touched | None = None,
 ) -> Callable[[], None]:
     """Begins to sum a bucket's gradient, which `write` writes and which travels as `dtype`. The sum is over
-    the ranks that share the states, each of which keeps its segment, then over those that hold the same.
-    There are several ranks. touched: given on every rank, or on none.
+    the ranks that share the states, each of which keeps its segment, then over those that hold the same. On
+    one rank alone the sum is what is written. touched: given on every rank, or on none.
 
     The returned function may be called when no other bucket follows, by all ranks alike: what is still to be
     written leaves at once, not after the sums before it."""
-    todo = [axis for axis in (axes.shard, axes.replicate) if axis.size > 1]
+    todo = [axis for axis in axes.of_gradients if axis.size > 1]
+    if not todo:
+        own = torch.empty(bucket.lines, bucket.width, dtype=dtype, device=bucket.device)
+        write(own, 0)
+        on_reduced(bucket, own)
+        return lambda: None
     ask = _begin(_Way(bucket, dtype, todo, on_reduced, cut=axes.shard.size > 1), write, touched)
     return (lambda: None) if ask is None else (lambda: todo[0].complete_latest(ask))
 
@@ -80,9 +85,7 @@ def may_send_some(bucket: Bucket, axes: Axes) -> bool:
     would have to wait for them to know which lines."""
     device = str(bucket.device)
     return bucket.device.type == "cpu" and all(
-        _C.LineScatter.can_send_some(axis.name, device)
-        for axis in (axes.shard, axes.replicate)
-        if axis.size > 1
+        _C.LineScatter.can_send_some(axis.name, device) for axis in axes.of_gradients if axis.size > 1
     )
 
 

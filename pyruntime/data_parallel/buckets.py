@@ -12,12 +12,14 @@ gradient. A chunk of a flight is any run of lines of one segment, so one arithme
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from pyruntime.data_parallel.axes import Axes, own_axes
 from pyruntime.nn.cut import memory_of
 
 
@@ -64,9 +66,11 @@ class Bucket:
     """Parameters that travel together; see the module's docstring.
 
     named: of one dtype and device. segments: S. A line is a row of a bucket's only matrix, or one element.
+    axes: the ranks over which its gradient is summed, and its rows are cut; None: this one alone.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], segments: int):
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], segments: int, axes: Axes | None = None):
+        self.axes = own_axes() if axes is None else axes
         (first, alone), *more = named
         self.name = f"{first} and {len(more)} more" if more else first
         self.parameters, self.segments = [parameter for _, parameter in named], segments
@@ -181,26 +185,36 @@ def _parts_of(name: str, parameter: nn.Parameter) -> list[tuple[str, int, int]]:
     return found
 
 
+def bytes_of(parameter: nn.Parameter) -> int:
+    """Returns the bytes by which a parameter's bucket is chosen. Ranks with other experts, of which the last
+    may have fewer, share the order of buckets: so the rank's with most count."""
+    layout = getattr(parameter, "tp_layout", None)
+    if layout is None or layout.group.copies is None:
+        return parameter.nbytes
+    experts, *others = layout.parts[0].shape
+    return -(-experts // layout.group.size) * math.prod(others) * parameter.element_size()
+
+
 def _sibling(name: str, key: str) -> str:
     prefix, _, _ = name.rpartition(".")
     return f"{prefix}.{key}" if prefix else key
 
 
 def cut_into_buckets(
-    named: Sequence[tuple[str, nn.Parameter]], segments: int, bucket_bytes: int
+    named: Sequence[tuple[str, nn.Parameter]], segments: int, bucket_bytes: int, axes: Axes | None = None
 ) -> list[Bucket]:
     """Puts `named` parameters into buckets. A matrix of `bucket_bytes` or more has its own. Smaller matrices
     share buckets of at most that size, by dtype and device, and so do vectors."""
     buckets: list[Bucket] = []
     filling: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
-        is_matrix = parameter.dim() >= 2
-        if is_matrix and parameter.nbytes >= bucket_bytes:
-            buckets.append(Bucket([(name, parameter)], segments))
+        is_matrix, size = parameter.dim() >= 2, bytes_of(parameter)
+        if is_matrix and size >= bucket_bytes:
+            buckets.append(Bucket([(name, parameter)], segments, axes))
             continue
         key = (parameter.dtype, parameter.device, is_matrix)
-        held = sum(other.nbytes for _, other in filling.get(key, []))
-        if held and held + parameter.nbytes > bucket_bytes:
-            buckets.append(Bucket(filling.pop(key), segments))
+        held = sum(bytes_of(other) for _, other in filling.get(key, []))
+        if held and held + size > bucket_bytes:
+            buckets.append(Bucket(filling.pop(key), segments, axes))
         filling.setdefault(key, []).append((name, parameter))
-    return buckets + [Bucket(together, segments) for together in filling.values()]
+    return buckets + [Bucket(together, segments, axes) for together in filling.values()]

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime.choices import WireFormat
-from pyruntime.data_parallel.axes import Axes
+from pyruntime.data_parallel.axes import Axes, AxesOf
 
 
 def check_weight_wire(wire: WireFormat, stage: int, axes: Axes) -> None:
@@ -26,7 +26,13 @@ def check_weight_wire(wire: WireFormat, stage: int, axes: Axes) -> None:
         )
 
 
-def check_compression(stage: int, axes: Axes) -> None:
+def check_compression(stage: int, axes_of: AxesOf) -> None:
+    axes = axes_of.main
+    if len(axes_of.every) > 1:
+        raise ValueError(
+            "compression was asked for, and the model's experts lie over a group of their own, whose "
+            "gradients travel uncompressed; leave it out, or spread them over the tensor-parallel ranks."
+        )
     if axes.size == 1:
         raise ValueError("compression was asked for, and one rank alone sends nothing; leave it out.")
     if stage == 3:
@@ -109,7 +115,7 @@ def check_ranks(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], mes
     for name, parameter in named:
         layout = getattr(parameter, "tp_layout", None)
         for group in () if layout is None else layout.group.axes:
-            if group.size == 1:
+            if group.size == 1 or group.copies is not None:
                 continue
             shared = ours.intersection(dist.get_process_group_ranks(group.process_group))
             if len(shared) > 1:
@@ -119,3 +125,22 @@ def check_ranks(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], mes
                     "different shards. Pass the mesh of ranks that hold the same shards: runtime.dp of "
                     "Runtime.start(dp=2), say."
                 )
+
+
+def check_experts(model: nn.Module, axes_of: AxesOf) -> None:
+    """Raises ValueError if experts that lie over a group of their own do not belong to the ranks over which
+    gradients are averaged: their sum would be divided by another number than that of its terms."""
+    groups = [
+        layout.group for p in model.parameters() if (layout := getattr(p, "tp_layout", None)) is not None
+    ]
+    tp = max((group.ranks for group in groups if group.copies is None), default=1)
+    for group in groups:
+        if group.copies is None:
+            continue
+        if (held := group.size * group.copies.size()) != (given := tp * axes_of.main.size):
+            raise ValueError(
+                f"shard() was asked to average over {axes_of.main.size} rank(s) of tp={tp}, {given} ranks in "
+                f"all, but the model's experts lie over {group.size} ranks in {group.copies.size()} copies, "
+                f"{held} in all; pass runtime.replicas, the ranks of dp and cp, and runtime.ep of the same "
+                "Runtime to the experts."
+            )

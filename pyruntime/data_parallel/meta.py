@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from pyruntime import comm
 from pyruntime.comm.exchange import gather, named_failures
-from pyruntime.data_parallel.axes import Axes
+from pyruntime.data_parallel.axes import AxesOf
 from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.nn.cut import memory_of
 from pyruntime.nn.weight_files import find_tensors, listed, open_tensors
@@ -48,12 +48,13 @@ def on_meta() -> Iterator[None]:
         hook.remove()
 
 
-def of_first_rank(model: nn.Module, stage: int, axes: Axes) -> list[str]:
+def of_first_rank(model: nn.Module, stage: int, axes_of: AxesOf) -> list[str]:
     """Names the parameters that the first rank sends: on meta on some ranks, real on the first. Every rank
     calls it.
 
     Raises ValueError, on every rank, if a model on meta cannot be sharded this way, or if another rank has
     values that the first lacks."""
+    axes = axes_of.main
     mesh = axes.shard.mesh if axes.shard.size > 1 else axes.replicate.mesh
     named = list(model.named_parameters())
     mine = [name for name, p in named if p.is_meta], [name for name, b in model.named_buffers() if b.is_meta]
@@ -67,6 +68,12 @@ def of_first_rank(model: nn.Module, stage: int, axes: Axes) -> list[str]:
         raise ValueError(
             f"{listed(sorted(set.union(*parameters)))} are on meta, and a model begins there only at stage=3 "
             "over one axis of several ranks; use that, or model.to_empty(device=...) and load values first."
+        )
+    if len(axes_of.every) > 1:
+        raise ValueError(
+            f"{listed(sorted(set.union(*parameters)))} are on meta, and the model's experts lie over a group "
+            "of their own, whose ranks load their weights themselves; call model.to_empty(device=...) and "
+            "load values first."
         )
     if buffers := [name for _, names in everyone for name in names]:
         raise ValueError(

@@ -13,6 +13,8 @@ and of the step's exchanges, as weight gradients are (csrc/ops/newton_schulz.h);
 own. step() needs the directions, so it multiplies the rest while those of others arrive. A step that is
 clipped after all begins anew with the factor; momentum and weights have not changed.
 
+Of experts, a rank has whole matrices: it orthogonalizes its own, and nothing travels.
+
 On devices the host waits for nothing: a factor that is a tensor there is not read.
 """
 
@@ -60,10 +62,13 @@ class Muon:
 
     matrices: of hidden layers. Leave embeddings, heads and what is no matrix to AdamW.
     momentum: decay of the gradient's running mean in a step.
+    stacks: parameters [E, m, n] of experts, and how many matrices of equal size follow each other in m: 2 for
+        gate and up, 1 for one matrix. Each expert's are separate.
     """
 
     matrices: Sequence[nn.Parameter] = ()
     momentum: float = 0.95
+    stacks: Mapping[nn.Parameter, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,29 @@ class Matrix:
         return 2 * n * n * k + n**3
 
 
+@dataclass(frozen=True)
+class Stack:
+    """The layout of experts' matrices, of which this rank has some whole."""
+
+    shape: tuple[int, int]
+    """Shape of one of them."""
+    parts: int
+    """Matrices of an expert, which follow each other in its rows."""
+
+    @classmethod
+    def of(cls, state: PartState, parts: int) -> Stack:
+        _, rows, columns = state.parameter.shape
+        if rows % parts:
+            raise ValueError(
+                f"{state.part.key} has {rows} rows an expert, not {parts} matrices of equal size."
+            )
+        return cls((rows // parts, columns), parts)
+
+    def split(self, stack: Tensor) -> list[Tensor]:
+        """Returns the matrices of a rank's experts [e, m, n] as views."""
+        return list(stack.reshape(len(stack) * self.parts, *self.shape))
+
+
 Owner: TypeAlias = tuple[int, int]
 """The owner's rank among those that share states, and its tensor-parallel rank."""
 
@@ -127,7 +155,10 @@ class _UnderWay:
     """Matrices of one bucket that are under way."""
 
     own: Own
+    """Parts with a matrix that has an owner."""
     scale: float | Tensor
+    stacks: list[tuple[PartState, Tensor, list[Callable[[], Tensor]]]] = field(default_factory=list)
+    """Parts with whole experts, their gradients, and calls that return the directions of their matrices."""
     products: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
     """Calls that return the directions of this rank's matrices, by number in `own`."""
     shards: dict[int, Tensor] = field(default_factory=dict)
@@ -179,19 +210,18 @@ class MuonUpdate:
         self._momentum = momentum
         of_muon = {key: [each for each in own if each.matrix is not None] for key, own in states.items()}
         self._buckets = [key for key, own in of_muon.items() if own]
-        mine = [each for own in of_muon.values() for each in own]
-        self._owner = dict(
-            zip(map(id, mine), owners([each.matrix for each in mine if each.matrix]), strict=True)
-        )
-        self._products = _Products(mine[0].rows.device if mine else torch.device("cpu"))
+        mine = [each for own in of_muon.values() for each in own if isinstance(each.matrix, Matrix)]
+        self._owner = dict(zip(map(id, mine), owners([_matrix(each) for each in mine]), strict=True))
+        every = [each for own in of_muon.values() for each in own]
+        self._products = _Products(every[0].rows.device if every else torch.device("cpu"))
         self._shard = FlightAxis(None)
         if mine and axes.shard.mesh is not None:
             self._shard = FlightAxis.of(axes.shard.mesh, PLACE, MOST)
         self._tp: dict[str, FlightAxis] = {}
         for state in mine:
-            if state.matrix is not None and state.matrix.tp_group not in ("", *self._tp):
+            if (name := _matrix(state).tp_group) not in ("", *self._tp):
                 mesh = state.parameter.tp_layout.group.mesh(state.rows.device.type)
-                self._tp[state.matrix.tp_group] = FlightAxis.of(mesh, PLACE, MOST)
+                self._tp[name] = FlightAxis.of(mesh, PLACE, MOST)
         self._under_way: dict[int, _UnderWay] = {}
 
     def has(self, bucket: Bucket) -> bool:
@@ -206,10 +236,16 @@ class MuonUpdate:
     def begin(self, bucket: int, gradients: Own, scale: float | Tensor) -> None:
         """Sends the matrices of a bucket (by its id) to their owners, made of `gradients`, summed over all
         ranks, times `scale`."""
-        own = [each for each in gradients if each[0].matrix is not None]
-        if not own:
+        own = [each for each in gradients if isinstance(each[0].matrix, Matrix)]
+        stacks = [each for each in gradients if isinstance(each[0].matrix, Stack)]
+        if not own and not stacks:
             return
         way = self._under_way[bucket] = _UnderWay(own, scale)
+        for state, rows in stacks:
+            matrices = _stack(state).split(self._nesterov(state, rows, scale))
+            way.stacks.append((state, rows, [self._products.begin(each) for each in matrices]))
+        if not own:
+            return
         pieces = [self._nesterov(state, rows, scale) for state, rows in own]
         if self._shard.size == 1:
             self._begin_over_tp(way, list(pieces))
@@ -308,7 +344,12 @@ class MuonUpdate:
 
     def _collected(self, one: tuple[Bucket, _UnderWay]) -> tuple[Bucket, Directions]:
         bucket, way = _landed(one)
-        return bucket, [
+        of_stacks = [
+            (state, rows, way.scale, _stacked(state, [product() for product in products]))
+            for state, rows, products in way.stacks
+            if id(state) in way.got
+        ]
+        return bucket, of_stacks + [
             (state, rows, way.scale, way.shards[number])
             for number, (state, rows) in enumerate(way.own)
             if id(state) in way.got
@@ -324,7 +365,8 @@ class MuonUpdate:
                 before = [momentum.clone(), weights.clone()] if isinstance(scale, Tensor) else []
                 new = gradient.to(momentum.dtype) * ((1 - self._momentum) * scale)
                 momentum.mul_(self._momentum).add_(new)
-                factor = lr * LIKE_ADAMW * math.sqrt(max(_matrix(state).shape))
+                assert state.matrix is not None
+                factor = lr * LIKE_ADAMW * math.sqrt(max(state.matrix.shape))
                 weights.mul_(1 - lr * state.decay).sub_(direction.to(weights.dtype) * factor)
                 if isinstance(scale, Tensor):
                     for tensor, old in zip((momentum, weights), before, strict=True):
@@ -335,8 +377,18 @@ class MuonUpdate:
 
 
 def _matrix(state: PartState) -> Matrix:
-    assert state.matrix is not None
+    assert isinstance(state.matrix, Matrix)
     return state.matrix
+
+
+def _stack(state: PartState) -> Stack:
+    assert isinstance(state.matrix, Stack)
+    return state.matrix
+
+
+def _stacked(state: PartState, directions: Sequence[Tensor]) -> Tensor:
+    """Joins the directions of a rank's experts as its rows lie."""
+    return torch.stack(list(directions)).view(state.rows.shape) if directions else state.rows.clone()
 
 
 def _scattering(axis: FlightAxis, cuts: Sequence[MatrixCut], wholes: Wholes, way: _UnderWay) -> Scattering:

@@ -31,7 +31,7 @@ from pyruntime.data_parallel.muon import MuonUpdate
 from pyruntime.data_parallel.one_group import OneGroup
 from pyruntime.data_parallel.states import as_dtensor
 from pyruntime.data_parallel.update import Own, PartState, Update
-from pyruntime.data_parallel.weight_gathers import Gatherer
+from pyruntime.data_parallel.weight_gathers import Gatherers
 from pyruntime.data_parallel.written import Handed, load_into
 from pyruntime.ops.layers import sum_of_squares
 
@@ -72,6 +72,8 @@ class StepReport:
     """Whether the gradient was not finite and nothing was updated."""
 
 
+Kind: TypeAlias = tuple[Axes, tuple[str, ...]]
+"""The axes that cut and replicate rows, and the groups that the parameter is cut over."""
 Arrived: TypeAlias = dict[int, tuple[Own, Tensor | None]]
 """The parts of each bucket with their gradients, and marks if these have yet to say which are there."""
 
@@ -82,9 +84,10 @@ class Shards:
 
     weights: Sequence[BucketWeights]
     axes: Axes
+    """The model's, over whose ranks gradients are averaged."""
     finish_gradients: Callable[[], None]
     """Waits until all gradients of the step have been handed to `take()`."""
-    gatherer: Gatherer
+    gatherer: Gatherers
     """Is told which buckets were updated."""
     drop: Callable[[], None]
     """Drops gradients."""
@@ -93,7 +96,7 @@ class Shards:
         """Makes states without moments, for optimizers that keep their own; by id of the bucket."""
         return {
             id(each.bucket): [
-                PartState(each.bucket, part, rows, self.axes, 0.0, with_master, moments=())
+                PartState(each.bucket, part, rows, 0.0, with_master, moments=())
                 for part, rows in zip(each.bucket.parts, each.rows, strict=True)
             ]
             for each in self.weights
@@ -157,7 +160,8 @@ class ShardedOptimizer(OneGroup):
                 'bucket may be updated during it; set max_norm, or nonfinite to "raise" or "skip".'
             )
         self._device = self._buckets[0].device
-        self._tp_groups = dict.fromkeys([(), *(state.tp_groups for state in self._all_states())])
+        self._kinds = dict.fromkeys([(self._axes, ()), *(_kind(state) for state in self._all_states())])
+        self._is_cut = any(bucket.axes.shard.size > 1 for bucket in self._buckets)
         self._arrived: Arrived = {}
         self._was_plain = False
         """Whether the last step counted, unclipped; then the next one is taken ahead."""
@@ -208,7 +212,7 @@ class ShardedOptimizer(OneGroup):
         return (
             self._update.goes_ahead
             and self._was_plain
-            and self._axes.shard.size > 1
+            and bucket.axes.shard.size > 1
             and id(bucket) not in self._held_back
             and not self._muon.has(bucket)
         )
@@ -220,8 +224,11 @@ class ShardedOptimizer(OneGroup):
         calls it, and then step() with the norm."""
         self._finish()
         squares = self._squares(lambda state: not state.is_counted_elsewhere)
-        whole = torch.stack(list(squares.values())).sum()
-        return whole if self._axes.replicate.rank == 0 else torch.zeros_like(whole)
+        counted = [
+            square if axes.replicate.rank == 0 else torch.zeros_like(square)
+            for (axes, _), square in squares.items()
+        ]
+        return torch.stack(counted).sum()
 
     @torch.no_grad()
     def step(self, grad_norm: float | Tensor | None = None, **others: Any) -> StepReport:
@@ -292,20 +299,21 @@ class ShardedOptimizer(OneGroup):
         holders = self._shared.get(state.parameter)
         return holders is None or holders.counts
 
-    def _squares(self, counts: Callable[[PartState], bool]) -> dict[tuple[str, ...], Tensor]:
-        """Returns sums of squares of this rank's rows of the mean gradient, by the groups that cut them."""
-        rows_of: dict[tuple[str, ...], list[Tensor]] = {names: [] for names in self._tp_groups}
+    def _squares(self, counts: Callable[[PartState], bool]) -> dict[Kind, Tensor]:
+        """Returns sums of squares of this rank's rows of the mean gradient, by how they are cut."""
+        rows_of: dict[Kind, list[Tensor]] = {kind: [] for kind in self._kinds}
         for state, rows in self.arrived_rows():
             if counts(state) and self._is_counted(state):
-                rows_of[state.tp_groups].append(rows)
-        sums = {names: sum_of_squares(rows, self._device) for names, rows in rows_of.items()}
-        return {names: square / self._axes.size**2 for names, square in sums.items()}
+                rows_of[_kind(state)].append(rows)
+        sums = {kind: sum_of_squares(rows, self._device) for kind, rows in rows_of.items()}
+        return {kind: square / self._axes.size**2 for kind, square in sums.items()}
 
-    def _of_all_ranks(self, squares: dict[tuple[str, ...], Tensor]) -> float:
+    def _of_all_ranks(self, squares: dict[Kind, Tensor]) -> float:
         """Returns the square of the norm of the whole model's gradient."""
-        total = self._over_shards(torch.stack(list(squares.values())))
+        kinds = list(squares)
+        total = self._over_shards(torch.stack(list(squares.values())), [axes for axes, _ in kinds])
         found = []
-        for names, square in zip(squares, total, strict=True):
+        for (_, names), square in zip(kinds, total, strict=True):
             for name in names:
                 square = ops.all_gather_stats(square, name).sum()
             found.append(square)
@@ -315,20 +323,27 @@ class ShardedOptimizer(OneGroup):
         mine = torch.tensor([whole], dtype=torch.float64)
         return math.fsum(ops.all_gather_stats(mine, self._parts).flatten().tolist())
 
-    def _over_shards(self, sums: Tensor) -> Tensor:
-        if self._axes.shard.size == 1:
-            return sums
-        return ops.all_gather_stats(sums, self._axes.shard.name).sum(0)
+    def _over_shards(self, sums: Tensor, axes: Sequence[Axes]) -> Tensor:
+        """Returns the sums of all ranks that share the rows; axes: of each of `sums`."""
+        every = list(dict.fromkeys(axes))
+        totals = [
+            ops.all_gather_stats(sums, each.shard.name).sum(0) if each.shard.size > 1 else sums
+            for each in every
+        ]
+        if len(every) == 1:
+            return totals[0]
+        return torch.stack([totals[every.index(each)][place] for place, each in enumerate(axes)])
 
     def _nonfinite_keys(self, arrived: Arrived) -> list[str]:
         """Returns the keys of parts whose gradient is not finite, alike on all ranks with rows of them."""
         found = [each for own, _ in arrived.values() for each in own if self._is_counted(each[0])]
         if not found:
             return []
-        sums = self._over_shards(torch.stack([sum_of_squares([rows]) for _, rows in found]))
-        for names in self._tp_groups:
-            cut = [index for index, (state, _) in enumerate(found) if state.tp_groups == names]
-            for name in names:
+        squares = torch.stack([sum_of_squares([rows]) for _, rows in found])
+        sums = self._over_shards(squares, [state.axes for state, _ in found])
+        for kind in self._kinds:
+            cut = [index for index, (state, _) in enumerate(found) if _kind(state) == kind]
+            for name in kind[1]:
                 sums[cut] = ops.all_gather_stats(sums[cut], name).sum(0)
         finite = sums.isfinite().tolist()
         return [state.part.key for (state, _), good in zip(found, finite, strict=True) if not good]
@@ -345,7 +360,7 @@ class ShardedOptimizer(OneGroup):
         if self._muon:
             self._muon.settle(gradients, (1.0 if is_plain else scale) / self._axes.size)
         self._was_plain = is_plain and is_as_before
-        if self._axes.shard.size == 1:  # no weights are sent: one pass over everything
+        if not self._is_cut:  # no weights are sent: one pass over everything
             together = [each for own in gradients.values() for each in own if each[0].matrix is None]
             self._update.update(together, self.lr, scale / self._axes.size)
             for _, directions in self._muon.directions(self._buckets):
@@ -371,7 +386,7 @@ class ShardedOptimizer(OneGroup):
 
     def _send_all(self, gradients: dict[int, Own], scale: float | Tensor = 1.0) -> None:
         """Updates buckets, or keeps what was computed ahead, and sends rows that have not left."""
-        if self._axes.shard.size == 1:
+        if not self._is_cut:
             return
         for bucket, directions in self._muon.directions(self._gatherer.update_order()):
             self._muon.update(directions, self.lr)
@@ -399,7 +414,7 @@ class ShardedOptimizer(OneGroup):
             tensors = {**state.moments, "master": state.master}
             for kind, tensor in tensors.items():
                 if kind != "master" or state.has_master:
-                    result[f"{kind}.{key}"] = as_dtensor(tensor, state.parameter, state.part, self._axes)
+                    result[f"{kind}.{key}"] = as_dtensor(tensor, state.parameter, state.part, state.axes)
             result |= {f"{kind}.{key}": number for kind, number in state.numbers.items()}
             result[f"steps.{key}"] = torch.tensor(state.steps)
         return result
@@ -447,7 +462,7 @@ class ShardedOptimizer(OneGroup):
 
     def counts(self, state: PartState) -> bool:
         """Whether this rank counts these rows in a norm over all ranks of the model."""
-        return not state.is_counted_elsewhere and self._is_counted(state) and self._axes.replicate.rank == 0
+        return not state.is_counted_elsewhere and self._is_counted(state) and state.axes.replicate.rank == 0
 
     @torch.no_grad()
     def written(self) -> None:
@@ -458,6 +473,10 @@ class ShardedOptimizer(OneGroup):
     def _all_states(self) -> Iterator[PartState]:
         for states in self._states.values():
             yield from states
+
+
+def _kind(state: PartState) -> Kind:
+    return state.axes, state.tp_groups
 
 
 def _is_plain(scale: float | Tensor) -> bool:

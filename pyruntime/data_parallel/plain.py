@@ -85,7 +85,7 @@ class UsersOptimizer(ShardedOptimizer):
         self._sent: list[int] = []
         """Versions of the rows that the other ranks have."""
         for state in self._all_states():
-            self._of[id(state)] = rows = self._made(state.rows, RowsLayout.of(state, shards.axes))
+            self._of[id(state)] = rows = self._made(state.rows, RowsLayout.of(state))
             self._rows_of.setdefault(id(state.parameter), []).append(rows)
 
     def _made(self, tensor: Tensor, layout: RowsLayout) -> _Rows:
@@ -127,10 +127,10 @@ class UsersOptimizer(ShardedOptimizer):
         rows_of = self._rows_of[id(parameter)] if gradient is None else self._whole_ones(parameter)
         for rows in rows_of:
             if gradient is not None and not isinstance(gradient, CutTensor):
-                mean = memory_of(gradient).contiguous()
-                for axis in (self._axes.shard, self._axes.replicate):
+                mean, axes = memory_of(gradient).contiguous(), rows.cut_by.state.axes
+                for axis in axes.of_gradients:
                     mean = ops.all_reduce(mean, axis.name) if axis.size > 1 else mean
-                mean = mean / self._axes.size
+                mean = mean / axes.size
                 gradient = cut_like(rows.cut_by.rows_of(mean).view(rows.shape), rows.cut_by)
             set_gradient(rows, gradient)
 
@@ -189,7 +189,7 @@ class UsersOptimizer(ShardedOptimizer):
     def send_written(self) -> None:
         """Sends rows that were written in place since the last step, on every rank, as schedule-free
         optimizers do. Runs before a forward pass."""
-        if self._sent and self._axes.shard.size > 1 and (versions := self._versions()) != self._sent:
+        if self._sent and self._is_cut and (versions := self._versions()) != self._sent:
             self._send_all({})
             self._sent = versions
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from pyruntime.comm.core import _C
-from pyruntime.data_parallel.axes import Axes
+from pyruntime.data_parallel.axes import flight_axes
 from pyruntime.data_parallel.bucket_sum import Launch, Touched, launch, may_send_some
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.data_parallel.touched import touched_rows
@@ -73,7 +73,7 @@ class _Inbox:
 
 
 class GradientReducer:
-    """Sums the gradients of `buckets` over `axes` during the backward pass.
+    """Sums the gradients of `buckets` over their axes during the backward pass.
 
     linears: weights whose (dY, X) may be taken. tables: weights of which few rows may have a gradient.
     before_leaving() is called before a step's first bucket leaves, on_reduced(bucket, gradient, is_whole)
@@ -85,7 +85,6 @@ class GradientReducer:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        axes: Axes,
         linears: Sequence[nn.Parameter],
         tables: Sequence[nn.Parameter],
         before_leaving: Callable[[], None],
@@ -93,7 +92,8 @@ class GradientReducer:
         reduce_dtype: torch.dtype | None = None,
         launch: Launch = launch,
     ):
-        self._axes, self._reduce_dtype, self._launch = axes, reduce_dtype, launch
+        self._reduce_dtype, self._launch = reduce_dtype, launch
+        self._axes = list(dict.fromkeys(bucket.axes for bucket in buckets))
         self._before_leaving, self._on_reduced = before_leaving, on_reduced
         self._inboxes = [_Inbox(bucket) for bucket in buckets]
         self._place_of: dict[int, tuple[int, int]] = {}
@@ -153,8 +153,8 @@ class GradientReducer:
             self._end_pass()
         self._hasten()
         self._hasten = _nothing
-        self._axes.shard.complete_all()
-        self._axes.replicate.complete_all()
+        for axis in flight_axes(self._axes):
+            axis.complete_all()
         for inbox in self._inboxes:
             inbox.clear()
             inbox.left = False
@@ -274,7 +274,8 @@ class GradientReducer:
         if not isinstance(self._of_pass, weakref.ref) or self._of_pass() is not None:
             return
         self._of_pass = _no_pass
-        self._axes.note_failed_pass()
+        for axes in self._axes:
+            axes.note_failed_pass()
         for inbox in self._inboxes:
             if not inbox.left:
                 inbox.whole = [None] * len(inbox.whole)
@@ -336,11 +337,15 @@ class GradientReducer:
         self._ended = True
 
     def _agree_on_order(self) -> list[int]:
-        """Returns rank 0's order of completion, then the buckets that did not complete."""
+        """Returns rank 0's order of completion, then the buckets that did not complete.
+
+        Where some buckets have axes of their own, it is the first of all ranks' orders as lists of numbers
+        compare: then ranks agree that share no axis, but are joined by two."""
         rest = [index for index in range(len(self._inboxes)) if index not in self._seen]
         order = self._seen + rest
-        for axis in (self._axes.shard, self._axes.replicate):
-            order = axis.of_all_ranks(order)[0]
+        for axis in flight_axes(self._axes):
+            orders = axis.of_all_ranks(order)
+            order = orders[0] if len(self._axes) == 1 else min(orders)
         return order
 
     def _leave(self, index: int, gemm: tuple[_C.WeightGradientGemm, torch.dtype] | None = None) -> None:
@@ -374,7 +379,7 @@ class GradientReducer:
         def reduced(bucket: Bucket, gradient: Tensor) -> None:
             self._on_reduced(bucket, gradient, is_whole)
 
-        self._hasten = self._launch(bucket, dtype, self._axes, write, reduced, touched)
+        self._hasten = self._launch(bucket, dtype, bucket.axes, write, reduced, touched)
         inbox.clear()
 
     def _touched(
@@ -382,7 +387,7 @@ class GradientReducer:
     ) -> Touched | None:
         """Returns a table's lines with a gradient [rows, width] of this rank; None if all lines travel."""
         table = bucket.parameters[0]
-        if id(table) not in self._tables or not bucket.is_table or not may_send_some(bucket, self._axes):
+        if id(table) not in self._tables or not bucket.is_table or not may_send_some(bucket, bucket.axes):
             return None
         if left := self._unsearched.get(id(table), 0):
             self._unsearched[id(table)] = left - 1
@@ -390,7 +395,7 @@ class GradientReducer:
 
         def all_travel() -> None:
             # Replicas touch different rows.
-            if min(self._axes.shard.size, self._axes.replicate.size) == 1:
+            if min(axis.size for axis in bucket.axes.of_gradients) == 1:
                 self._unsearched[id(table)] = SEARCH_EVERY - 1
 
         def write(chunk: Tensor, lines: Tensor) -> None:

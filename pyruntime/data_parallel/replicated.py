@@ -11,18 +11,17 @@ from torch import Tensor
 
 from pyruntime import ops
 from pyruntime.comm import Group, rank_name
-from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.update import PartState
 from pyruntime.ops.placements import PlacementError
 
 
 def check_replicated(
-    gradients: Iterable[tuple[PartState, Tensor]], axes: Axes, numbers: Mapping[str, float], world: Group
+    gradients: Iterable[tuple[PartState, Tensor]], numbers: Mapping[str, float], world: Group
 ) -> None:
     """Compares gradients and numbers of the ranks that must have the same.
 
-    gradients: this rank's rows, summed over `axes` (`ShardedAdamW.arrived_rows()`). numbers: the same on all
-    ranks of `world`, all of which call this.
+    gradients: this rank's rows, summed over their axes (`ShardedAdamW.arrived_rows()`). numbers: the same on
+    all ranks of `world`, all of which call this.
 
     Raises PlacementError on every rank if the gradient of a parameter that tensor-parallel ranks hold whole
     differs between them, if one differs between ranks that hold the same rows, or if a number differs."""
@@ -31,8 +30,8 @@ def check_replicated(
         layout = getattr(state.parameter, "tp_layout", None)
         if layout is not None and layout.dim is None and layout.group.size > 1:
             by_group.setdefault(layout.group.name, []).append((state, rows))
-        if axes.replicate.size > 1:
-            by_group.setdefault(axes.replicate.name, []).append((state, rows))
+        if state.axes.replicate.size > 1:
+            by_group.setdefault(state.axes.replicate.name, []).append((state, rows))
     faults = []
     for name, held in by_group.items():
         digests = [zlib.crc32(rows.contiguous().view(-1).view(torch.uint8).cpu().numpy()) for _, rows in held]

@@ -27,12 +27,13 @@ from pyruntime.comm.failed_forward import ForwardWatch
 from pyruntime.data_parallel.adamw import ShardedAdamW
 from pyruntime.data_parallel.any_optimizer import ShardedTorchOptimizer
 from pyruntime.data_parallel.away import is_ordinary_matrix, mark_sharded, unmark
-from pyruntime.data_parallel.axes import Axes, axes_of
+from pyruntime.data_parallel.axes import AxesOf, flight_axes
 from pyruntime.data_parallel.bucket_sum import launch
 from pyruntime.data_parallel.bucket_weights import BucketWeights
-from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
+from pyruntime.data_parallel.buckets import Bucket, bytes_of, cut_into_buckets
 from pyruntime.data_parallel.checks import (
     check_compression,
+    check_experts,
     check_kinds,
     check_ranks,
     check_uncompiled,
@@ -48,7 +49,7 @@ from pyruntime.data_parallel.plain import UsersOptimizer
 from pyruntime.data_parallel.reducer import GradientReducer
 from pyruntime.data_parallel.states import weights_state
 from pyruntime.data_parallel.touched import tables_of
-from pyruntime.data_parallel.weight_gathers import GatherAhead, GatherPerUse
+from pyruntime.data_parallel.weight_gathers import GatherAhead, Gatherers, GatherPerUse
 from pyruntime.data_parallel.written import Handed, Written, begin_alike, load_into
 from pyruntime.nn.cut import set_gradient
 from pyruntime.nn.module import register_with_torch
@@ -84,6 +85,9 @@ def shard(
     Gradients are averaged over the ranks: each computes the mean loss of its own data.
     torch.optim.AdamW(model.parameters()) works too, and so does clip_grad_norm_ before it (plain.py). The
     handle's own optimizers are faster and keep fp32 masters of bf16 weights.
+
+    Parameters over a group with `copies`, as experts over runtime.ep may be, are summed and cut over these
+    ranks instead, and divided by the number of ranks of `mesh`.
 
     Later writes into the model reach the optimizer by `load_state_dict()` or within `handle.writes()`. Any
     other write is a RuntimeError in the next step, and so are parameters that were frozen, unfrozen, replaced
@@ -133,35 +137,45 @@ def shard(
         check_ranks(model, named, mesh)
         if mesh.size() > 1:
             check_uncompiled(model)
-    axes = axes_of(mesh, stage)
+    axes_of = AxesOf(model, mesh, stage)
+    axes = axes_of.main
+    check_experts(model, axes_of)
     if compression is not None:
-        check_compression(stage, axes)
+        check_compression(stage, axes_of)
     if weight_wire != "same":
         check_weight_wire(weight_wire, stage, axes)
     bucket_bytes = BUCKET_BYTES[stage] if bucket_bytes is None else bucket_bytes
-    sent = of_first_rank(model, stage, axes)
+    sent = of_first_rank(model, stage, axes_of)
     begins_empty = any(p.is_meta for p in model.parameters())
-    begin_alike(model, axes, sent)
+    begin_alike(model, axes_of, sent)
     if begins_empty:
         device = torch.device(mesh.device_type if mesh is not None else "cpu")
         take_memory(model, device, bucket_bytes)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    buckets = cut_into_buckets(named, axes.shard.size, bucket_bytes)
+    buckets = _cut(named, axes_of, bucket_bytes)
     frozen: list[Bucket] = []
     if stage == 3:
         fixed = [
             (name, p)
             for name, p in model.named_parameters()
-            if not p.requires_grad and p.nbytes >= bucket_bytes and is_ordinary_matrix(p)
+            if not p.requires_grad and bytes_of(p) >= bucket_bytes and is_ordinary_matrix(p)
         ]
-        frozen = cut_into_buckets(fixed, axes.shard.size, bucket_bytes)
+        frozen = _cut(fixed, axes_of, bucket_bytes)
     handle = Sharded(
-        model, stage, axes, buckets, frozen, reduce_dtype, keep_gathered, compression, weight_wire
+        model, stage, axes_of, buckets, frozen, reduce_dtype, keep_gathered, compression, weight_wire
     )
     if sent:
         handle.take_from_first(sent)
     handle.lacks_values = begins_empty and not sent
     return handle
+
+
+def _cut(named: Sequence[tuple[str, nn.Parameter]], axes_of: AxesOf, bucket_bytes: int) -> list[Bucket]:
+    found: list[Bucket] = []
+    for axes in axes_of.every:
+        own = [(name, p) for name, p in named if axes_of.of(p) == axes]
+        found += cut_into_buckets(own, axes.shard.size, bucket_bytes, axes)
+    return found
 
 
 class _ZeroGrad:
@@ -186,7 +200,7 @@ class Sharded:
         self,
         model: nn.Module,
         stage: int,
-        axes: Axes,
+        axes_of: AxesOf,
         buckets: list[Bucket],
         frozen: list[Bucket],
         reduce_dtype: torch.dtype | None,
@@ -194,16 +208,16 @@ class Sharded:
         compression: Compression | None = None,
         weight_wire: WireFormat = "same",
     ):
-        self.model, self.stage, self.axes, self.buckets = model, stage, axes, buckets
+        self.model, self.stage, self.axes, self.buckets = model, stage, axes_of.main, buckets
+        self._axes_of = axes_of
         self._weights = [
-            BucketWeights(bucket, axes.weights, apart=stage == 3, wire=weight_wire) for bucket in buckets
+            BucketWeights(bucket, bucket.axes.weights, apart=stage == 3, wire=weight_wire)
+            for bucket in buckets
         ]
-        self._frozen = [BucketWeights(bucket, axes.weights, apart=True, frozen=True) for bucket in frozen]
-        self._gatherer: GatherPerUse | GatherAhead
-        if stage == 3:
-            self._gatherer = GatherPerUse(model, self._weights, self._frozen, axes.shard, keep_gathered)
-        else:
-            self._gatherer = GatherAhead(model, self._weights, axes.shard)
+        self._frozen = [
+            BucketWeights(bucket, bucket.axes.weights, apart=True, frozen=True) for bucket in frozen
+        ]
+        self._gatherer = Gatherers([*self._gatherers(keep_gathered)])
         self.lacks_values = False
         """Whether it began on meta and no values have been loaded yet."""
         self.optimizer: ShardedOptimizer | None = None
@@ -211,14 +225,14 @@ class Sharded:
         self._gradients: GradientReducer | LocalGradients
         self._patched: list[nn.Linear] = []
         tables = tables_of(model)
-        self.compressor = None if compression is None else Compressor(compression, buckets, tables, axes)
+        self.compressor = None if compression is None else Compressor(compression, buckets, tables, self.axes)
         """Set if gradients are compressed."""
-        if axes.size == 1:
+        is_alone = all(axes.size == 1 for axes in axes_of.every)
+        if is_alone:
             self._gradients = LocalGradients(buckets, self._take)
         else:
             self._gradients = GradientReducer(
                 buckets,
-                axes,
                 weights_with_sinks(model),
                 tables,
                 self._gatherer.begin_rest,
@@ -229,14 +243,14 @@ class Sharded:
             self._patched = patch_linears(model)
         if weight_wire != "same":
             self._gatherer.loaded()  # the first forward pass reads rounded weights too
-        self._written, self._handed = Written(model, buckets, alone=axes.size == 1), Handed()
+        self._written, self._handed = Written(model, buckets, alone=is_alone), Handed()
         model.zero_grad = _ZeroGrad(self)
         self._load_hooks = [
             model.register_load_state_dict_pre_hook(lambda *_: self._begin_writes()),
             model.register_load_state_dict_post_hook(lambda *_: self._end_writes()),
             model.register_forward_pre_hook(lambda *_: self._take_loaded()),
         ]
-        if axes.size > 1:
+        if not is_alone:
             self._load_hooks += ForwardWatch(model, self._note_failed_forward).hooks
             self._load_hooks += [
                 module.register_forward_pre_hook(refuse_compiled, prepend=True)
@@ -249,6 +263,18 @@ class Sharded:
             if id(parameter) in cut:
                 mark_sharded(parameter, name, takes)
         register_with_torch()
+
+    def _gatherers(self, keep: int) -> Iterator[GatherPerUse | GatherAhead]:
+        for axes in self._axes_of.every:
+            own, frozen = (
+                [each for each in some if each.bucket.axes == axes] for some in (self._weights, self._frozen)
+            )
+            if not own and not frozen:
+                continue
+            if self.stage == 3 and axes.shard.size > 1:
+                yield GatherPerUse(self.model, own, frozen, axes.shard, keep)
+            else:
+                yield GatherAhead(self.model, own, axes.shard)
 
     def adamw(self, **options: Any) -> ShardedAdamW:
         """Makes this model's AdamW; a model has one optimizer. Options and errors are those of
@@ -350,14 +376,16 @@ class Sharded:
         return Shards(self._weights, self.axes, self._finish_gradients, self._gatherer, self.zero_grad)
 
     def _note_failed_forward(self) -> None:
-        if self.stage == 3:  # weights are gathered in all passes
-            self.axes.note_failed_pass(of_weights=True)
-        elif torch.is_grad_enabled():  # without gradients a rank may evaluate by itself
-            self.axes.note_failed_pass()
+        for axes in self._axes_of.every:
+            if self.stage == 3:  # weights are gathered in all passes
+                axes.note_failed_pass(of_weights=True)
+            elif torch.is_grad_enabled():  # without gradients a rank may evaluate by itself
+                axes.note_failed_pass()
 
     def _finish_gradients(self) -> None:
         is_users = isinstance(self.optimizer, UsersOptimizer)
-        self._written.check(counts=is_users and self.axes.shard.size == 1)
+        is_whole = all(axes.shard.size == 1 for axes in self._axes_of.every)
+        self._written.check(counts=is_users and is_whole)
         self._gradients.finish()
         if self.compressor is not None:
             self.compressor.end_step()
@@ -405,7 +433,7 @@ class Sharded:
 
     def _end_writes(self) -> None:
         self._written.restore()
-        begin_alike(self.model, self.axes)
+        begin_alike(self.model, self._axes_of)
         for each in (*self._weights, *self._frozen):
             each.take_parameters()
         if self.optimizer is not None:
@@ -431,13 +459,13 @@ class Sharded:
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the weights as DTensors over this rank's shards. Values loaded into them reach the model
         with its next forward pass, on every rank, or with `loaded()`."""
-        return self._handed.out(weights_state(self._weights, self.axes))
+        return self._handed.out(weights_state(self._weights))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads what `state_dict()` of a model with the same parameters returned. Every rank calls it.
 
         Raises ValueError for other names or shapes."""
-        load_into(weights_state(self._weights, self.axes), state, "This model")
+        load_into(weights_state(self._weights), state, "This model")
         self._take_loaded(True)
 
     def _take_loaded(self, weights: bool = False) -> None:
@@ -492,7 +520,7 @@ class Sharded:
 
     def close(self) -> None:
         """Restores the model, with its current weights; it can be sharded again. Every rank calls it."""
-        for axis in (self.axes.shard, self.axes.replicate):
+        for axis in flight_axes(self._axes_of.every):
             axis.complete_all()
         if isinstance(self.optimizer, UsersOptimizer):
             self.optimizer.is_closed = True
@@ -508,7 +536,7 @@ class Sharded:
 
     def _hand_to_optimizer(self, bucket: Bucket, gradient: Tensor, is_whole: bool) -> None:
         marks = None if is_whole else bucket.got(gradient)
-        self._take(bucket, bucket.views(gradient, self.axes.shard.rank), marks)
+        self._take(bucket, bucket.views(gradient, bucket.axes.shard.rank), marks)
 
     def _take(self, bucket: Bucket, rows: Sequence[Tensor | None], marks: Tensor | None = None) -> None:
         if self.optimizer is None and not isinstance(self._gradients, GradientReducer):

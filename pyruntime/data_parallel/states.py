@@ -15,10 +15,10 @@ from pyruntime.nn.layout import Layout, PackedDTensor, dtensor
 from pyruntime.nn.parameters import Part
 
 
-def weights_state(weights: Sequence[BucketWeights], axes: Axes) -> dict[str, Tensor]:
+def weights_state(weights: Sequence[BucketWeights]) -> dict[str, Tensor]:
     """Returns this rank's rows of all weights as DTensors, by their names in a state dict."""
     return {
-        part.key: as_dtensor(rows, each.bucket.parameters[part.owner], part, axes)
+        part.key: as_dtensor(rows, each.bucket.parameters[part.owner], part, each.bucket.axes)
         for each in weights
         for part, rows in zip(each.bucket.parts, each.rows, strict=True)
     }

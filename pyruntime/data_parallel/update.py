@@ -19,13 +19,12 @@ from torch import Tensor
 
 from pyruntime.choices import Rounding
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.buckets import Bucket, BucketPart
 from pyruntime.ops.attention import statistics_dtype
 from pyruntime.ops.layers import adamw_, adamw_ahead_, random_rounding
 
 if TYPE_CHECKING:
-    from pyruntime.data_parallel.muon import Matrix
+    from pyruntime.data_parallel.muon import Matrix, Stack
 
 Decay: TypeAlias = float | dict[str, float]
 
@@ -38,18 +37,18 @@ class PartState:
         bucket: Bucket,
         part: BucketPart,
         rows: Tensor,
-        axes: Axes,
         decay: Decay,
         with_master: bool,
         moments: Sequence[str] = ("exp_avg", "exp_avg_sq"),
     ):
         self.parameter, self.part, self.rows = bucket.parameters[part.owner], part, rows
+        self.axes = bucket.axes
         self.moments = {name: torch.zeros_like(rows, dtype=statistics_dtype(rows)) for name in moments}
         self.numbers: dict[str, Tensor] = {}
         """Values that a torch optimizer keeps beside moments, the same on every rank."""
-        self.matrix: Matrix | None = None
-        """The matrix, if Muon updates these rows in place of AdamW."""
-        self.first = axes.shard.rank * part.lines * bucket.width
+        self.matrix: Matrix | Stack | None = None
+        """The matrix, or the experts' ones, if Muon updates these rows in place of AdamW."""
+        self.first = self.axes.shard.rank * part.lines * bucket.width
         """Index of the rows' first element in the whole part."""
         self.has_master = with_master and rows.dtype != statistics_dtype(rows)
         self.master = rows.float() if self.has_master else rows.new_empty(0, dtype=torch.float32)

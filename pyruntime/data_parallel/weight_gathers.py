@@ -119,6 +119,11 @@ class Gatherer(ABC):
         unannounced = [each for each in self._weights if each not in self._order]
         return [each.bucket for each in (*unannounced, *self._order) if not each.frozen]
 
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets that it gathers."""
+        return [each.bucket for each in self._weights]
+
     @abstractmethod
     def updated(self, bucket: Bucket) -> None:
         """Is told that this rank's rows of that bucket were written."""
@@ -150,6 +155,62 @@ class Gatherer(ABC):
         by_all = set(of_ranks[0]).intersection(*of_ranks)
         self._order = [self._weights[number] for number in of_ranks[0] if number in by_all]
         self._is_agreed = True
+
+
+class Gatherers:
+    """The gatherers of one model, each of the buckets of its axis, as one. Each orders its gathers by
+    itself, as ranks of another axis take no part in them."""
+
+    def __init__(self, gatherers: Sequence[Gatherer]):
+        self._gatherers = list(gatherers)
+        self._of_bucket = {id(bucket): each for each in gatherers for bucket in each.buckets}
+
+    def bring(self, parameter: nn.Parameter) -> None:
+        """Gathers a parameter; it is current when it returns."""
+        for each in self._gatherers:
+            each.bring(parameter)
+
+    def complete(self) -> None:
+        """Gathers all parameters; they are current when it returns."""
+        for each in self._gatherers:
+            each.complete()
+
+    def loaded(self) -> None:
+        """Gathers all parameters after a write into this rank's rows; they are current when it returns."""
+        for each in self._gatherers:
+            each.loaded()
+
+    def ahead(self, bucket: Bucket, rows: Sequence[Tensor]) -> None:
+        """See `Gatherer.ahead`."""
+        self._of_bucket[id(bucket)].ahead(bucket, rows)
+
+    def take_back(self) -> None:
+        """See `Gatherer.take_back`."""
+        for each in self._gatherers:
+            each.take_back()
+
+    def update_order(self) -> list[Bucket]:
+        """Returns all buckets that are updated, in the order in which their new values are needed."""
+        return [bucket for each in self._gatherers for bucket in each.update_order()]
+
+    def updated(self, bucket: Bucket) -> None:
+        """Is told that this rank's rows of that bucket were written."""
+        self._of_bucket[id(bucket)].updated(bucket)
+
+    def end_update(self) -> None:
+        """Ends an update, when every bucket has been updated."""
+        for each in self._gatherers:
+            each.end_update()
+
+    def begin_rest(self) -> None:
+        """Begins all gathers that have not begun, because other flights follow."""
+        for each in self._gatherers:
+            each.begin_rest()
+
+    def close(self) -> None:
+        """Gathers all parameters, which are then whole and current, and removes all hooks."""
+        for each in self._gatherers:
+            each.close()
 
 
 class GatherAhead(Gatherer):

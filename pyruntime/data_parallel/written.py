@@ -17,22 +17,27 @@ from torch.distributed.tensor import DTensor
 from pyruntime import comm
 from pyruntime.comm.exchange import different, named_failures
 from pyruntime.data_parallel.away import AwayWeight
-from pyruntime.data_parallel.axes import Axes
+from pyruntime.data_parallel.axes import Axes, AxesOf
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.nn.cut import memory_of
 
 
 @torch.no_grad()
-def begin_alike(model: nn.Module, axes: Axes, sent: Collection[str] = ()) -> None:
-    """Gives all ranks the parameters and buffers of the first rank of `axes`, except those in `sent`. Only
-    tensors that differ travel.
+def begin_alike(model: nn.Module, axes_of: AxesOf, sent: Collection[str] = ()) -> None:
+    """Gives all ranks the parameters and buffers of the first rank of their axes, except those in `sent`.
+    Only tensors that differ travel.
 
     Raises ValueError, on every rank, if ranks have different names, shapes or dtypes."""
+    named = [(name, tensor) for name, tensor in _tensors_of(model) if name not in sent]
+    for axes in axes_of.every:
+        _begin_alike(axes, {name: memory_of(each) for name, each in named if axes_of.of(each) == axes})
+
+
+def _begin_alike(axes: Axes, tensors: dict[str, Tensor]) -> None:
     for mesh in dict.fromkeys((axes.shard.mesh, axes.replicate.mesh)):
         if mesh is None or comm.group_size(mesh) == 1:
             continue
         group = comm.process_group(mesh)
-        tensors = {name: memory_of(tensor) for name, tensor in _tensors_of(model) if name not in sent}
         for name, _ in different(tensors, group):
             whole = tensors[name].contiguous()
             with named_failures(group, "Giving the replicas one model"):

@@ -69,7 +69,7 @@ def save_adapters(
     assert model.lora is not None
     tensors = {}
     for shard in model.adapter_shards():
-        full = gather_full(shard, model.group)
+        full = gather_full(shard)
         if model.group.is_first:
             tensors[_PREFIX + shard.name] = full.to("cpu", dtype or full.dtype, copy=True).contiguous()
     error = None

@@ -125,9 +125,9 @@ class LlamaConfig:
             # Its config.json has one number for both, and no layer needs the other.
             object.__setattr__(self, "intermediate_size", self.mixture.width)  # type: ignore[union-attr]
 
-    def check_tp(self, tp: int) -> None:
-        """Raises `ValueError` unless `tp` divides the key/value heads and the FFN columns, and leaves each
-        rank an expert. It need not divide the vocabulary, the experts and the number of tokens."""
+    def check_tp(self, tp: int, ep: int | None = None) -> None:
+        """Raises `ValueError` unless `tp` divides the key/value heads and the FFN columns, and `ep` (None:
+        tp) leaves each rank an expert. They need not divide vocabulary, experts and the number of tokens."""
         cut = {"num_key_value_heads": self.num_key_value_heads}
         if self.has_dense_layers:
             cut["intermediate_size"] = self.intermediate_size
@@ -139,10 +139,11 @@ class LlamaConfig:
                     p for p in divisors(self.num_key_value_heads) if all(n % p == 0 for n in cut.values())
                 ]
                 raise ValueError(f"tp={tp} does not divide {name}={total}; use {_either(fitting)}.")
-        if self.mixture is not None and -(-self.mixture.experts // tp) * (tp - 1) >= self.mixture.experts:
+        over, name = (tp, "tp") if ep in (None, tp) else (ep, "ep")
+        if self.mixture is not None and -(-self.mixture.experts // over) * (over - 1) >= self.mixture.experts:
             raise ValueError(
-                f"tp={tp} leaves a rank without one of the {self.mixture.experts} experts, which are cut "
-                "into equal chunks; use fewer ranks or more experts."
+                f"{name}={over} leaves a rank without one of the {self.mixture.experts} experts, which are "
+                "cut into equal chunks; use fewer ranks or more experts."
             )
 
     @property

@@ -2,6 +2,7 @@
 
 | model_type | layers |
 |---|---|
+| dots1 | experts by sigmoid, a shared one; queries and keys are normalised; perhaps a window, as in qwen3 |
 | llama | one feed-forward network; perhaps biases |
 | mistral | perhaps a window of attention |
 | mixtral | experts, whose weights are divided by their sum; perhaps a window of attention |
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pyruntime.llama.config import LlamaConfig
 
 ARCHITECTURES = {
+    "dots1": "Dots1ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -59,6 +61,7 @@ _WORDS = {
     "mlp_bias": "biases of the feed-forward network",
 }
 _FIELDS = {
+    "dots1": ("mixture", "qk_norm", "attention_bias", "sliding_window", "first_window_layer"),
     "llama": ("attention_bias", "mlp_bias"),
     "mistral": ("sliding_window",),
     "mixtral": ("mixture", "sliding_window"),
@@ -73,6 +76,7 @@ _FIELDS = {
 _ALWAYS = ("norms_after", "qk_norm_of_all", "qk_norm", "merged_files")
 """Fields that are true in all models of the families that have them."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
+    "dots1": {"sliding_window": 4096, "max_window_layers": 62},
     "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     "mixtral": {"rms_norm_eps": 1e-5},
     "olmo2": {"rms_norm_eps": 1e-5},
@@ -87,6 +91,7 @@ def family_of(config: LlamaConfig) -> str:
     mixture, normed = config.mixture, config.qk_norm
     if mixture is not None:
         found = "qwen3_moe" if normed else "qwen2_moe" if mixture.shared_width else "mixtral"
+        found = "dots1" if mixture.sigmoid else found
     elif config.norms_after or config.qk_norm_of_all:
         found = "olmo2"
     elif normed:
@@ -98,7 +103,13 @@ def family_of(config: LlamaConfig) -> str:
     else:
         found = "llama" if config.sliding_window is None else "mistral"
     why = ""
-    if mixture is not None and normed and mixture.shared_width:
+    if mixture is not None and mixture.sigmoid:
+        if not normed or not mixture.shared_width or mixture.shared_width % mixture.width:
+            why = (
+                "routers by sigmoid without normalised queries and keys (qk_norm), or without a shared expert "
+                "as wide as some of the others; add them"
+            )
+    elif mixture is not None and normed and mixture.shared_width:
         why = "both a shared expert and normalised queries and keys; leave out one of them"
     elif found == "mixtral" and mixture is not None and (mixture.dense_layers or not mixture.renormalize):
         why = (
@@ -137,7 +148,10 @@ def differences_to_hf(config: LlamaConfig) -> dict[str, Any]:
         return keys | {"sliding_window": window}
     if "sliding_window" not in _FIELDS[family]:
         return keys
-    keys["use_sliding_window"] = window is not None
+    if family != "dots1":
+        keys["use_sliding_window"] = window is not None
+    elif window is None:
+        keys["sliding_window"] = None
     if window is not None:
         keys |= {"sliding_window": window, "max_window_layers": config.first_window_layer}
     return keys
@@ -162,7 +176,9 @@ def differences_from_hf(family: str, hf: dict[str, Any]) -> dict[str, Any]:
 def _window_from_hf(family: str, hf: dict[str, Any]) -> tuple[int | None, int]:
     """Returns the window of attention, None if there is none, and the first layer that has it."""
     window, first = hf.get("sliding_window"), 0
-    if family.startswith("qwen"):
+    if family == "dots1":
+        first = _first_window_layer(hf)
+    elif family.startswith("qwen"):
         is_used = hf.get("use_sliding_window")
         if is_used is not None and type(is_used) is not bool:
             raise ValueError(
@@ -173,7 +189,7 @@ def _window_from_hf(family: str, hf: dict[str, Any]) -> tuple[int | None, int]:
         if "sliding_window" not in _FIELDS[family]:
             raise ValueError(
                 f"config.json has use_sliding_window=true, which is not supported for {family}; it is for "
-                f"{' and '.join(_with('first_window_layer'))}."
+                f"{' and '.join(name for name in _with('first_window_layer') if name.startswith('qwen'))}."
             )
         window, first = hf.get("sliding_window", 4096), _first_window_layer(hf)
     elif "sliding_window" not in _FIELDS[family]:  # transformers does not read it
@@ -216,6 +232,18 @@ def _mixture_to_hf(config: LlamaConfig, family: str) -> dict[str, Any]:
             "num_experts_per_tok": mixture.per_token,
             "intermediate_size": mixture.width,
         }
+    if family == "dots1":
+        return {
+            "n_routed_experts": mixture.experts,
+            "num_experts_per_tok": mixture.per_token,
+            "moe_intermediate_size": mixture.width,
+            "n_shared_experts": mixture.shared_width // mixture.width,
+            "first_k_dense_replace": mixture.dense_layers,
+            "norm_topk_prob": mixture.renormalize,
+            "n_group": mixture.groups,
+            "topk_group": mixture.best_groups,
+            "routed_scaling_factor": mixture.factor,
+        }
     keys = {
         "num_experts": mixture.experts,
         "num_experts_per_tok": mixture.per_token,
@@ -239,6 +267,8 @@ def _mixture_from_hf(family: str, hf: dict[str, Any]) -> Mixture | None:
         )
     if "mixture" not in _FIELDS[family]:
         return None
+    if family == "dots1":
+        return _dots1_from_hf(hf)
     dense = _dense_layers(hf) if family != "mixtral" else 0
     named = {
         "experts": ("num_local_experts", "num_experts"),
@@ -255,6 +285,25 @@ def _mixture_from_hf(family: str, hf: dict[str, Any]) -> Mixture | None:
         found[field] = values[0]
     renormalize = True if family == "mixtral" else hf.get("norm_topk_prob", False)
     return Mixture(**found, renormalize=renormalize, dense_layers=dense)
+
+
+def _dots1_from_hf(hf: dict[str, Any]) -> Mixture:
+    needed = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+    for name in needed:
+        check_size(name, hf.get(name))
+    experts, per_token, width, shared = (hf[name] for name in needed)
+    return Mixture(
+        experts,
+        per_token,
+        width,
+        renormalize=hf.get("norm_topk_prob", False),
+        shared_width=shared * width,
+        dense_layers=hf.get("first_k_dense_replace", 0),
+        sigmoid=True,
+        groups=hf.get("n_group", 1),
+        best_groups=hf.get("topk_group", 1),
+        factor=hf.get("routed_scaling_factor", 1.0),
+    )
 
 
 def _dense_layers(hf: dict[str, Any]) -> int:

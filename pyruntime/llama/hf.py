@@ -20,7 +20,7 @@ from pyruntime.any_model.save_pretrained import raise_everywhere
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import Llama
 from pyruntime.llama.stored import Stored, stored
-from pyruntime.llama.tensor_shards import TensorShard, gather_full
+from pyruntime.llama.tensor_shards import ROUTER_BIAS, TensorShard, gather_full
 from pyruntime.nn.parameters import Group
 from pyruntime.nn.weight_files import INDEX, WEIGHTS, find_tensors, listed, open_tensors, read_json
 
@@ -116,8 +116,10 @@ def save_hf(
     """Writes a folder that `load_hf` reads at any tp, and `from_pretrained` of transformers'
     `LlamaForCausalLM`, or of the class of the model's family.
 
-    Every rank must call this. Tensors are gathered one at a time and written by rank 0, which needs memory
-    for one file of `max_file_bytes` and one tensor more. A file gets its final name only when it is complete.
+    Every rank of the model's group must call this, and those of its group of experts, if that is another
+    one, with the ranks of their groups. Tensors are gathered one at a time and written by rank 0 of both
+    (`Llama.writes`), which needs memory for one file of `max_file_bytes` and one tensor more. A file gets its
+    final name only when it is complete.
 
     dtype: dtype of the files; None keeps the model's. separator: the token after documents of the training
     text, where transformers then ends texts (eos); None: no such token. begin: the token before documents
@@ -125,16 +127,17 @@ def save_hf(
     """
     directory = Path(directory)
     dtype = dtype or model.embed.weight.dtype
-    writer = _Writer(directory, dtype) if model.group.is_first else None
+    writer = _Writer(directory, dtype) if model.writes else None
     for name, content in plan_files(model.config, list(model.shards()), dtype, max_file_bytes).items():
         tensors: dict[str, torch.Tensor] = {}
         for shard in content:
-            full = gather_full(shard, model.group)
+            full = gather_full(shard)
             if writer is not None and writer.error is None:
                 for part in stored(model.config, shard.name, shard.shape):
                     own = full if part.expert is None else full[part.expert, part.rows]
                     if part.name not in tensors:
-                        tensors[part.name] = torch.empty(part.shape_in_folder, dtype=dtype)
+                        kept = torch.float32 if part.name.endswith(ROUTER_BIAS) else dtype
+                        tensors[part.name] = torch.empty(part.shape_in_folder, dtype=kept)
                     tensors[part.name][part.first : part.first + len(own)].copy_(own)
             del full
         if writer is not None:

@@ -8,7 +8,7 @@ import math
 import torch
 
 from pyruntime.llama.config import LlamaConfig
-from pyruntime.llama.tensor_shards import TensorShard
+from pyruntime.llama.tensor_shards import ROUTER_BIAS, TensorShard
 
 _TILE = 256  # indices of the cut dimension that one generator draws; changing it changes every model
 
@@ -27,7 +27,7 @@ def init_shard(config: LlamaConfig, shard: TensorShard, seed: int) -> None:
     with torch.no_grad():
         if shard.name.endswith("norm.weight"):
             shard.local.fill_(1.0)
-        elif shard.name.endswith(".bias"):
+        elif shard.name.endswith((".bias", ROUTER_BIAS)):
             shard.local.zero_()
         else:
             _fill_normal(shard, _std(config, shard.name), seed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from pyruntime.llama.sizes import check_number
+from pyruntime.nn.router import why_no_groups
 from pyruntime.text import short_repr
 
 MOST_EXPERTS = 2**12
@@ -24,9 +26,17 @@ class Mixture:
     """Whether the weights of a token's experts are divided by their sum."""
     shared_width: int = 0
     """Features of an expert that all tokens go to, times the sigmoid of a linear of one output (Qwen2-MoE);
-    0: none."""
+    with `sigmoid` it counts as it is (DeepSeek-V3). 0: none."""
     dense_layers: int = 0
     """The first layers, which have one feed-forward network in place of experts."""
+    sigmoid: bool = False
+    """Whether scores are sigmoids, chosen by with a bias that is no weight (DeepSeek-V3), else a softmax."""
+    groups: int = 1
+    """Groups of experts, of which a token goes only to the best ones; with `sigmoid`."""
+    best_groups: int = 1
+    """Groups that a token may go to."""
+    factor: float = 1.0
+    """Factor of the weights of a token's experts; with `sigmoid`."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -35,6 +45,8 @@ class Mixture:
             ("width", 1),
             ("shared_width", 0),
             ("dense_layers", 0),
+            ("groups", 1),
+            ("best_groups", 1),
         ):
             value = getattr(self, name)
             if type(value) is not int or not least <= value < 2**24:
@@ -42,10 +54,13 @@ class Mixture:
                     f"{name}={short_repr(value)} of the experts must be a whole number from {least} to below "
                     "2**24."
                 )
-        if type(self.renormalize) is not bool:
-            raise ValueError(
-                f"renormalize={short_repr(self.renormalize)} of the experts must be true or false."
-            )
+        for name in ("renormalize", "sigmoid"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(
+                    f"{name}={short_repr(getattr(self, name))} of the experts must be true or false."
+                )
+        check_number("factor of the experts' weights", self.factor)
+        object.__setattr__(self, "factor", float(self.factor))
         if self.experts > MOST_EXPERTS:
             raise ValueError(f"experts={self.experts} are more than any model's; use at most {MOST_EXPERTS}.")
         if self.per_token > self.experts:
@@ -53,6 +68,20 @@ class Mixture:
                 f"A token cannot go to {self.per_token} of {self.experts} experts; use fewer "
                 "experts_per_token."
             )
+        if not 1e-6 <= self.factor <= 1e6:
+            raise ValueError(f"A factor {self.factor} of the experts' weights must be from 1e-6 to 1e6.")
+        if not self.sigmoid and (self.groups, self.best_groups, self.factor) != (1, 1, 1.0):
+            raise ValueError(
+                f"{self.groups} groups of experts, {self.best_groups} for a token, and the factor "
+                f"{self.factor} of weights belong to routers by sigmoid; set sigmoid, or leave them out."
+            )
+        if why := why_no_groups(self.experts, self.per_token, self.groups, self.best_groups):
+            raise ValueError(why)
+
+    @property
+    def has_shared_gate(self) -> bool:
+        """Whether the shared expert is weighed by a linear of one output."""
+        return self.shared_width > 0 and not self.sigmoid
 
     def has(self, layer: int) -> bool:
         """Whether the layer of that number has experts."""
@@ -61,5 +90,5 @@ class Mixture:
     def parameters(self, hidden: int, *, used: bool = False) -> int:
         """Number of weights of one layer's experts and router; used: of those that one token goes to."""
         experts = self.per_token if used else self.experts
-        shared = 3 * hidden * self.shared_width + (hidden if self.shared_width else 0)
+        shared = 3 * hidden * self.shared_width + (hidden if self.has_shared_gate else 0)
         return 3 * hidden * self.width * experts + hidden * self.experts + shared

@@ -100,7 +100,8 @@ class Llama(nn.Module):
     lora: low-rank adapters of the layers' linears (`pyruntime.nn.low_rank`). Only they train, and column
         linears never keep their gathered input, whatever keep_gathered says. None: all weights train.
 
-    Layers with experts (`config.mixture`) spread them over the group (`pyruntime.nn.ParallelExperts`).
+    experts: the ranks over which layers with experts (`config.mixture`) spread them, `runtime.ep`; None: the
+        group (`pyruntime.nn.ParallelExperts`).
 
     For each token of a forward pass a layer keeps these numbers of elements, and fp32 statistics (one number
     a row for each norm and each head)::
@@ -141,6 +142,7 @@ class Llama(nn.Module):
         part: ModelPart | None = None,
         router_losses: RouterLosses | None = None,
         lora: LoRA | None = None,
+        experts: Group | None = None,
     ):
         super().__init__()
         recomputing.check(recompute)
@@ -148,7 +150,8 @@ class Llama(nn.Module):
         self.part = ModelPart(tuple(range(config.num_hidden_layers)), True, True) if part is None else part
         self.router_losses = router_losses
         self.group = TensorGroup.of(group)
-        config.check_tp(self.group.size)
+        self.experts_over = self.group if experts is None else TensorGroup.of(experts)
+        config.check_tp(self.group.size, self.experts_over.size)
         if (config.mixture is not None or config.qk_norm) and (slices > 1 or self.group.y is not None):
             raise ValueError(
                 f"A model with experts or normalised heads takes no causal slices (slices={slices}) and no "
@@ -174,7 +177,9 @@ class Llama(nn.Module):
         for number in self.part.layers:
             mixture = None
             if config.mixture is not None and config.mixture.has(number):
-                mixture = MixtureOfExperts(config.mixture, hidden, self.router_losses, options)
+                mixture = MixtureOfExperts(
+                    config.mixture, hidden, self.router_losses, options, self.experts_over
+                )
             block = Block(
                 config,
                 options,
@@ -433,6 +438,11 @@ class Llama(nn.Module):
         ".lora_A.weight" and ".lora_B.weight"."""
         for number in self.part.layers:
             yield from shards_of_adapters(number, self.layer(number))
+
+    @property
+    def writes(self) -> bool:
+        """Whether this is the rank that writes the whole model: rank 0 of its group and of its experts'."""
+        return self.group.is_first and self.experts_over.is_first
 
     @property
     def stream_features(self) -> int:

@@ -49,6 +49,8 @@ def stored(config: LlamaConfig, name: str, shape: Sequence[int]) -> list[Stored]
         layer, place = norm.groups()
         after = {"input": "post_attention", "post_attention": "post_feedforward"}[place]
         return [Stored(f"{layer}{after}_layernorm.weight", tuple(shape))]
+    if config.mixture is not None and config.mixture.sigmoid:
+        name = name.replace(".mlp.shared_expert.", ".mlp.shared_experts.")
     found = _LAYER.fullmatch(name)
     if config.mixture is None or found is None:
         return [Stored(name, tuple(shape))]

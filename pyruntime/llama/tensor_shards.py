@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from pyruntime.nn.cut import memory_of
 from pyruntime.nn.gather import gather_whole
 from pyruntime.nn.parameters import TensorGroup
+from pyruntime.nn.router import SigmoidRouter
 
+ROUTER_BIAS = "e_score_correction_bias"
+"""The bias of a router, always fp32."""
 _MODEL = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _LAYER = {
     "attention_norm": {"": "input_layernorm"},
@@ -34,8 +37,9 @@ class TensorShard:
     """This rank's part of one tensor of a Hugging Face Llama checkpoint.
 
     `name` and `shape` are those of the whole tensor. `local` is a view of the parameter with the indices
-    `[start, start + local.shape[dim])` of dimension `dim`, or with the whole tensor if `dim` is None. `dim_y`
-    and `start_y` are the same for the dimension cut over y, if the group has two axes.
+    `[start, start + local.shape[dim])` of dimension `dim`, or with the whole tensor if `dim` is None. `group`
+    has the ranks that share it. `dim_y` and `start_y` are the same for the dimension cut over y, if the group
+    has two axes.
     """
 
     name: str
@@ -43,6 +47,7 @@ class TensorShard:
     dim: int | None
     start: int
     local: Tensor
+    group: TensorGroup
     dim_y: int | None = None
     start_y: int = 0
 
@@ -71,9 +76,9 @@ def shards_of_adapters(number: int, layer: nn.Module) -> Iterator[TensorShard]:
         yield from _shards_of(adapter, names, f"model.layers.{number}.")
 
 
-def gather_full(shard: TensorShard, group: TensorGroup) -> Tensor:
-    """Returns the full tensor of `shard` on every rank. All ranks of the group must call this."""
-    cuts = zip(group.axes, (shard.dim, shard.dim_y), strict=False)
+def gather_full(shard: TensorShard) -> Tensor:
+    """Returns the full tensor of `shard` on every rank. All ranks of its group must call this."""
+    cuts = zip(shard.group.axes, (shard.dim, shard.dim_y), strict=False)
     return gather_whole(shard.local, [(axis, d, (shard.shape[d],)) for axis, d in cuts if d is not None])
 
 
@@ -85,4 +90,8 @@ def _shards_of(module: nn.Module, names: dict[str, str], prefix: str = "") -> It
             which, _, kind = part.key.rpartition(".")
             starts = {dim: ranges[0][0] for dim, ranges in layout.ranges(part).items()}
             dims = [(dim, starts.get(dim, 0)) for dim in (layout.dim, layout.dim_y)]
-            yield TensorShard(f"{prefix}{names[which]}.{kind}", tuple(part.shape), *dims[0], local, *dims[1])
+            name, shape = f"{prefix}{names[which]}.{kind}", tuple(part.shape)
+            yield TensorShard(name, shape, *dims[0], local, layout.group, *dims[1])
+    if isinstance(module, SigmoidRouter):
+        name = f"{prefix}{names['']}.{ROUTER_BIAS}"
+        yield TensorShard(name, tuple(module.bias.shape), None, 0, module.bias, module.group)

@@ -15,7 +15,7 @@ from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.norm import RMSNorm
 from pyruntime.nn.parallel_experts import ParallelExperts
 from pyruntime.nn.parameters import Part, TensorGroup, shard_bounds
-from pyruntime.nn.router import Router, RouterLosses
+from pyruntime.nn.router import Router, RouterLosses, SigmoidRouter
 
 if TYPE_CHECKING:
     from pyruntime.any_model.explain import LayerReport, Report, explain
@@ -37,6 +37,7 @@ __all__ = [
     "Report",
     "Router",
     "RouterLosses",
+    "SigmoidRouter",
     "RowParallelLinear",
     "TensorGroup",
     "VerificationError",

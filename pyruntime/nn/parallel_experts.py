@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.functional import pad
 
 from pyruntime import ops
 from pyruntime.nn.module import LayerHook, ParallelModule
@@ -21,6 +22,10 @@ class ParallelExperts(ParallelModule):
     Call: layer(x, ids, weights) with x [M, D], the experts of each row, ids [M, k], and their weights p,
     [M, k]. With sequence_parallel all three have this rank's rows, as torch.tensor_split cuts them, and so
     has y; without it all rows, on every rank. Nothing is dropped; how rows travel: `pyruntime.ops.experts`.
+
+    Over `runtime.ep` of `Runtime.start(ep=...)` every rank has rows of its own, any number, and so has y;
+    sequence_parallel is then not read. Each expert's gradient is summed over the rows of its group, and by
+    `pyruntime.shard` over the ranks that hold it too.
 
     State dict: "gate_up_proj" [E, 2 F, D], the gate's rows first, and "down_proj" [E, D, F], DTensors with
     Shard(0): the names and shapes of transformers' experts.
@@ -77,9 +82,34 @@ class ParallelExperts(ParallelModule):
             with torch.no_grad():
                 parameter.copy_(layout.local_part(part, whole.uniform_(-bound, bound)))
 
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether ranks have rows of their own, not shares of the same ones: experts over `runtime.ep`."""
+        return self.group.copies is not None
+
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor, rows: int | None = None) -> Tensor:
-        """rows: M, if the caller knows it; None: ranks that share rows exchange it."""
-        return self.multiply(x, ids, weights, cut=self.sequence_parallel, rows=rows)
+        """rows: M of all ranks, or with rows of their own the most of a rank, if the caller knows it; None:
+        ranks exchange it."""
+        if not self.has_own_rows:
+            return self.multiply(x, ids, weights, cut=self.sequence_parallel, rows=rows)
+        own, most = x.shape[0], self._most(x) if rows is None else rows
+        if own > most:
+            raise ValueError(
+                f"This rank has {own} rows, and rows={most} is the most of a rank; pass its number."
+            )
+        # Ranks have equally many rows in the operator; rows beyond a rank's own go to no expert.
+        x, ids, weights = (
+            each if own == most else pad(each, (0, 0, 0, most - own), value=value)
+            for each, value in ((x, 0.0), (ids, -1), (weights, 0.0))
+        )
+        return self.multiply(x, ids, weights, cut=True, rows=most * self.group.size)[:own]
+
+    def _most(self, x: Tensor) -> int:
+        """Returns the rows of the rank with most."""
+        if self.group.size == 1:
+            return x.shape[0]
+        own = torch.tensor([x.shape[0]], dtype=torch.float64)
+        return int(ops.all_gather_stats(own, self.group.name).max())
 
     def multiply(
         self, x: Tensor, ids: Tensor, weights: Tensor, *, cut: bool, rows: int | None = None

@@ -41,9 +41,12 @@ class TensorGroup:
     and only the same rank can load it.
 
     `y` is the group of the second axis, if any, of a mesh of two dimensions (x, y). Name, rank and size are
-    then those of x, and `mesh` has both dimensions."""
+    then those of x, and `mesh` has both dimensions.
 
-    __slots__ = ("_meshes", "name", "rank", "size", "y")
+    `copies` is the mesh of the ranks that hold the same shards, for experts over a group of their own
+    (`pyruntime.comm.Axis.copies`). None: these are the replicas of the model."""
+
+    __slots__ = ("_meshes", "copies", "name", "rank", "size", "y")
 
     def __init__(
         self,
@@ -52,8 +55,9 @@ class TensorGroup:
         size: int,
         mesh: DeviceMesh | None = None,
         y: TensorGroup | None = None,
+        copies: DeviceMesh | None = None,
     ):
-        self.name, self.rank, self.size, self.y = name, rank, size, y
+        self.name, self.rank, self.size, self.y, self.copies = name, rank, size, y, copies
         self._meshes = {} if mesh is None else {mesh.device_type: mesh}
 
     @classmethod
@@ -64,6 +68,7 @@ class TensorGroup:
         Raises ValueError where a dimension of the mesh is named after an axis that is not tensor-parallel."""
         if isinstance(group, TensorGroup):
             return group
+        copies = group.copies if isinstance(group, Axis) else None
         if isinstance(group, Axis):
             group = group.mesh
         if group is None:
@@ -80,7 +85,8 @@ class TensorGroup:
             if y.size > 1:
                 return cls(x.name, x.rank, x.size, mesh, y)
             return cls(x.name, x.rank, x.size, mesh[names[0]] if names else None)
-        return cls(comm.group_name(group), comm.group_rank(group), comm.group_size(group), mesh)
+        name, rank, size = comm.group_name(group), comm.group_rank(group), comm.group_size(group)
+        return cls(name, rank, size, mesh, copies=copies)
 
     @property
     def axes(self) -> tuple[TensorGroup, ...]:
@@ -115,10 +121,9 @@ class TensorGroup:
         return self
 
     def __reduce__(self):
-        if self.y is not None:
-            raise ValueError(
-                "A model over two axes cannot be pickled; save state_dict() by torch.distributed.checkpoint."
-            )
+        if self.y is not None or self.copies is not None:
+            what = "A model over two axes" if self.copies is None else "A model with experts over runtime.ep"
+            raise ValueError(f"{what} cannot be pickled; save state_dict() by torch.distributed.checkpoint.")
         return _unpickled, (self.name, self.rank, self.size)
 
     def __repr__(self) -> str:

@@ -55,23 +55,37 @@ def softmax_routes(logits: Tensor, k: int, *, renormalize: bool = True) -> Route
     return Routed(ids, weights / weights.sum(-1, keepdim=True) if renormalize else weights)
 
 
+def why_no_groups(experts: int, k: int, groups: int, best_groups: int) -> str:
+    """Says why experts cannot be chosen in the best of so many groups; "" if they can."""
+    size = experts // groups
+    if groups == 1 or not (experts % groups or size < 2 or best_groups * size < k or best_groups > groups):
+        return ""
+    return (
+        f"{experts} experts in {groups} groups, of which {best_groups} are open to a token that takes {k}: "
+        "groups must be equal, of two experts at least, and the open ones must hold as many as it takes."
+    )
+
+
 def sigmoid_routes(
-    logits: Tensor, k: int, bias: Tensor, *, groups: int = 1, best_groups: int = 1, factor: float = 1.0
+    logits: Tensor,
+    k: int,
+    bias: Tensor,
+    *,
+    groups: int = 1,
+    best_groups: int = 1,
+    factor: float = 1.0,
+    renormalize: bool = True,
 ) -> Routed:
     """Routes rows by the k largest of sigmoid(logits) + bias, in the groups of experts whose two best of
     these have the largest sums (DeepSeek-V3, arXiv 2412.19437, equations 12 to 16; GLM-4-MoE).
 
-    The weights are sigmoid(logits), without bias, divided by their sum, times factor. bias: [E], no gradient.
-    Raises ValueError unless `groups` divides the experts into groups of two at least, of which the best ones
-    have k experts."""
+    The weights are sigmoid(logits), without bias, with `renormalize` divided by their sum, times factor.
+    bias: [E], no gradient. Raises ValueError unless `groups` divides the experts into groups of two at least,
+    of which the best ones have k experts."""
     experts = logits.shape[-1]
     size = experts // groups
-    if groups > 1 and (experts % groups or size < 2 or best_groups * size < k or best_groups > groups):
-        raise ValueError(
-            f"{experts} experts in {groups} groups, of which {best_groups} are open to a token that takes "
-            f"{k}: groups must be equal, of two experts at least, and the open ones must hold as many as it "
-            "takes."
-        )
+    if why := why_no_groups(experts, k, groups, best_groups):
+        raise ValueError(why)
     scores = logits.sigmoid()
     biased = scores.detach() + bias
     if groups > 1:
@@ -81,7 +95,9 @@ def sigmoid_routes(
         biased = biased.masked_fill(closed.repeat_interleave(size, -1), -math.inf)
     ids = top_k(biased, k)
     weights = scores.gather(-1, ids)
-    return Routed(ids, weights / (weights.sum(-1, keepdim=True) + 1e-20) * factor)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return Routed(ids, weights * factor)
 
 
 def moved_bias(bias: Tensor, counts: Tensor, rate: float, *, centred: bool = False) -> Tensor:
@@ -128,16 +144,14 @@ class RouterLosses:
     scale: float = 1.0
     """The factor of the main loss, 1 over the number of micro-batches."""
 
-    def of(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor] | None:
+    def of(self, logits: Tensor, shares: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns this rank's share of the losses of logits [M, E], such that gradients that are summed over
         tensor-parallel and averaged over all other ranks are those of all tokens, and what `Router.take_load`
-        sums of it; None if there are no losses. All ranks of the groups call it alike."""
-        if not (self.balance or self.z):
-            return None
+        sums of it. shares: the probabilities [M, E] of each row. All ranks of the groups call it alike."""
         counts, k = counts_of(ids, logits.shape[-1]), ids.shape[-1]
         for group in self.groups:
             counts = ops.all_gather_stats(counts, group).sum(0)
-        tokens, shares = (counts.sum() / k).to(logits.dtype), logits.softmax(-1)
+        tokens = (counts.sum() / k).to(logits.dtype)
         balance, z = balance_loss(shares, counts, k), z_loss(logits, tokens)
         entropy = torch.special.entr(shares.detach()).sum() / tokens
         load = torch.cat([counts, self.scale * torch.stack([entropy, balance.detach(), z.detach()]).double()])
@@ -226,15 +240,25 @@ class Router(Scores):
         self.experts, self.k, self.renormalize, self.losses = experts, k, renormalize, losses
         self._load: Tensor | None = None
 
+    @property
+    def counts(self) -> bool:
+        """Whether rows are counted in training mode: losses need it."""
+        return self.losses is not None and bool(self.losses.balance or self.losses.z)
+
+    def routes(self, logits: Tensor) -> Routed:
+        """Returns the experts of rows by their logits [M, E]."""
+        return softmax_routes(logits, self.k, renormalize=self.renormalize)
+
+    def shares(self, logits: Tensor) -> Tensor:
+        """Returns the probabilities of a row's experts, [M, E]."""
+        return logits.softmax(-1)
+
     def compute(self, x: Tensor) -> Routed:
         logits = super().compute(x)
-        routed = softmax_routes(logits, self.k, renormalize=self.renormalize)
-        if self.losses is None or not (self.training and torch.is_grad_enabled()):
+        routed = self.routes(logits)
+        if self.losses is None or not (self.counts and self.training and torch.is_grad_enabled()):
             return routed
-        found = self.losses.of(logits, routed.ids)
-        if found is None:
-            return routed
-        loss, load = found
+        loss, load = self.losses.of(logits, self.shares(logits), routed.ids)
         if self._load is None:
             self._load = torch.zeros_like(load)
         return Routed(routed.ids, _WithLoss.apply(routed.weights, loss, load, self._load))
@@ -248,3 +272,61 @@ class Router(Scores):
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}, k={self.k}, renormalize={self.renormalize}, group=({self.group})"
+
+
+class SigmoidRouter(Router):
+    """Chooses experts by `sigmoid_routes`, with a bias in place of, or beside, a loss that spreads tokens
+    (DeepSeek-V3). Call and losses are those of `Router`; the balance loss takes a row's scores over their sum
+    as its probabilities (arXiv 2412.19437, equation 19).
+
+    The bias [E] is an fp32 buffer, "bias" in the state dict, the same on all ranks. `move_bias` changes it
+    after a step, by the rows that experts had in it on all ranks of the losses' groups."""
+
+    def __init__(
+        self, *sizes: int, groups: int = 1, best_groups: int = 1, factor: float = 1.0, **options: Any
+    ):
+        super().__init__(*sizes, **options)
+        if why := why_no_groups(self.experts, self.k, groups, best_groups):
+            raise ValueError(why)
+        self.groups, self.best_groups, self.factor = groups, best_groups, factor
+        self.register_buffer(
+            "bias", torch.zeros(self.experts, dtype=torch.float32, device=self.weight.device)
+        )
+        self._rows: Tensor | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether rows are counted in training mode: the bias needs it."""
+        return self.losses is not None
+
+    def routes(self, logits: Tensor) -> Routed:
+        return sigmoid_routes(
+            logits,
+            self.k,
+            self.bias,
+            groups=self.groups,
+            best_groups=self.best_groups,
+            factor=self.factor,
+            renormalize=self.renormalize,
+        )
+
+    def shares(self, logits: Tensor) -> Tensor:
+        scores = logits.sigmoid()
+        return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+    def take_load(self) -> Tensor | None:
+        load = super().take_load()
+        self._rows = None if load is None else load[: self.experts]
+        return load
+
+    @torch.no_grad()
+    def move_bias(self, rate: float) -> None:
+        """Moves the bias by the rows that `take_load` has returned last: call it once after each step that
+        counts."""
+        if self._rows is not None:
+            self.bias.copy_(moved_bias(self.bias, self._rows, rate))
+        self._rows = None
+
+    def extra_repr(self) -> str:
+        of_groups = f", the best {self.best_groups} of {self.groups} groups" if self.groups > 1 else ""
+        return f"{super().extra_repr()}, factor={self.factor}{of_groups}"

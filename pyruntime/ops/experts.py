@@ -42,7 +42,7 @@ def experts(
 
     Args:
         x: this rank's rows [M_r, D], or with cut=False all; fp32, bf16, fp16 or fp64.
-        ids: the experts of each row [M_r, k], integers in [0, E), no expert twice in a row.
+        ids: the experts of each row [M_r, k], integers in [0, E), no expert twice in a row; -1 adds nothing.
         weights: the weight p of each, [M_r, k], fp32 (fp64 for fp64 rows).
         gate_up: gate and up of this rank's experts, [E_r, 2 F, D].
         down: this rank's experts' second matrices, [E_r, D, F].

@@ -210,7 +210,7 @@ def _states_of_rank(
     cut = mesh.tp * mesh.x * mesh.y * mesh.z
     # Experts are whole: the fullest rank has more than its share.
     of_all = layers * model.layer_experts
-    fullest = of_all * model.fullest(mesh.tp) / cut
+    fullest = of_all * model.fullest(mesh.experts_over) / _cut_of_experts(mesh)
     parameters = (matrices - of_all) / cut + vectors
     if job.adapters is None:
         weights, gradients, optimizer = states(parameters, mesh, micro_batches, rules)
@@ -218,10 +218,12 @@ def _states_of_rank(
         own = layers * job.adapters.parameters(mesh.tp)
         weights, gradients, optimizer = states(own, mesh, micro_batches, rules)
         weights += states(parameters, mesh, micro_batches, rules)[0]  # frozen weights have nothing else
+    share = 1.0
     if model.experts:
         # ZeRO cuts a rank's experts into whole ones too.
-        of_rank = -(-model.experts // mesh.tp)
-        of_experts = states(fullest, mesh, micro_batches, rules, of_rank / -(-of_rank // mesh.shard))
+        of_rank = -(-model.experts // mesh.experts_over)
+        share = of_rank / -(-of_rank // mesh.experts_shard)
+        of_experts = states(fullest, mesh, micro_batches, rules, share)
         weights, gradients, optimizer = (
             sum(each) for each in zip((weights, gradients, optimizer), of_experts, strict=True)
         )
@@ -230,12 +232,16 @@ def _states_of_rank(
         case "adamw":
             pass
         case "muon":
-            held = layers * model.layer_matrices / cut / mesh.shard
-            optimizer -= MOMENT * held
+            held = (layers * model.layer_matrices - of_all) / cut / mesh.shard
+            optimizer -= MOMENT * (held + fullest / share)
             muon = _muon(model, held, mesh, rules)
         case _:
             assert_never(job.optimizer)
     return weights, gradients, optimizer, muon
+
+
+def _cut_of_experts(mesh: Mesh) -> int:
+    return mesh.experts_over * mesh.x * mesh.y * mesh.z
 
 
 def memory_of_rank(
@@ -263,7 +269,8 @@ def memory_of_rank(
     if rules.made_whole:
         # The whole weights, and beside them the shard that ZeRO 3 leaves a rank.
         shards = mesh.z * (mesh.shard if mesh.zero == 3 else 1)
-        whole = matrices * mesh.z / cut + vectors
+        of_experts = layers * model.layer_experts
+        whole = ((matrices - of_experts) / cut + of_experts / _cut_of_experts(mesh)) * mesh.z + vectors
         start = rules.weight * whole * (1 + 1 / shards if shards > 1 else 1) + process
     tokens = mesh.micro_batch * job.seq / mesh.cp
     one, again = _one_layer(model, tokens, mesh, rules), mesh.recompute != "none"
@@ -337,7 +344,7 @@ def _one_layer(model: ModelShape, tokens: float, mesh: Mesh, rules: Rules) -> fl
         return tokens * (wide / mesh.y + cut / mesh.x)
     kept = layer_activations(model, tokens, mesh.tp, rules, mesh.recompute)
     if model.experts and mesh.recompute != "full":
-        busiest = min(IMBALANCE, mesh.tp) - 1
+        busiest = min(IMBALANCE, mesh.experts_over) - 1
         kept += busiest * tokens * 4 * model.per_token * model.expert_ffn / mesh.tp
     return kept
 
@@ -354,7 +361,9 @@ def _workspaces(job: Job, mesh: Mesh, tokens: float, rules: Rules) -> float:
     model = job.model
     bytes_ = 0.0
     if mesh.zero == 3 and mesh.shard > 1 and not mesh.tau:
-        bytes_ += 2 * rules.weight * model.layer_matrices / mesh.tp  # the current layer and the next one
+        layer = (model.layer_matrices - model.layer_experts) / mesh.tp
+        layer += model.layer_experts / mesh.experts_over
+        bytes_ += 2 * rules.weight * layer  # the current layer and the next one
     if mesh.z > 1:
         bytes_ += 2 * rules.weight * model.layer_matrices / (mesh.x * mesh.y)
     if mesh.pp > 1:
@@ -362,6 +371,8 @@ def _workspaces(job: Job, mesh: Mesh, tokens: float, rules: Rules) -> float:
     if rules.workspaces:
         if mesh.tp > 1:
             bytes_ += SLOTS * rules.element * tokens * model.hidden
+        if mesh.ep > 1:
+            bytes_ += SLOTS * rules.element * tokens / mesh.tp * mesh.ep * model.hidden
         if mesh.dp * mesh.cp > 1:
             trained, largest = model.parameters / (mesh.tp * mesh.pp), model.largest / mesh.tp
             if job.adapters is not None:

@@ -72,6 +72,8 @@ class Mesh:
     in every step."""
     layers: tuple[int, ...] = ()
     """Layers of each pipeline stage if chosen; empty: as the trainer cuts them."""
+    ep: int = 0
+    """Ranks over which experts lie, if not those of tp (0)."""
 
     @property
     def is_axonn(self) -> bool:
@@ -94,6 +96,16 @@ class Mesh:
     def shard(self) -> int:
         """Ranks over which ZeRO cuts."""
         return self.dp // self.replicate * self.cp if self.zero and not self.tau else 1
+
+    @property
+    def experts_over(self) -> int:
+        """Ranks over which experts lie."""
+        return self.ep or self.tp
+
+    @property
+    def experts_shard(self) -> int:
+        """Ranks over which ZeRO cuts experts: those that hold the same ones."""
+        return self.shard * self.tp // self.experts_over if self.zero and not self.tau else 1
 
     @property
     def samples(self) -> int:
@@ -124,6 +136,8 @@ class Mesh:
         """Describes the mesh in a few words, without default values."""
         axes = [(name, getattr(self, name)) for name in ("x", "y", "z", "tp", "cp", "pp", "dp")]
         words = [f"{name}{size}" for name, size in axes if size > 1] or ["1 rank"]
+        if self.ep:
+            words.append(f"ep{self.ep}")
         if self.pp > 1:
             kind = self.kind + (f"/{self.virtual}" if self.kind == "interleaved" else "")
             words.append(kind + (f"/{self.slices}" if self.slices > 1 else ""))

@@ -71,6 +71,8 @@ class ModelShape:
     """Features between the linears of one expert."""
     shared_ffn: int = 0
     """Features between the linears of the shared expert; 0: there is none."""
+    shared_gate: bool = True
+    """Whether the shared expert is weighed by a linear of one output."""
     dense_layers: int = 0
     head_norms: bool = False
     """Whether query and key heads are normalised."""
@@ -122,7 +124,10 @@ class ModelShape:
         """The shapes of one layer's matrices, unmerged."""
         key_value = self.kv_heads * self.head_dim
         heads = [self.attention_width, key_value, key_value, self.attention_width]
-        return tuple((width, self.hidden) for width in [*heads, *[self.ffn] * (3 if self.gated else 2)])
+        networks = [self.ffn] * (3 if self.gated else 2)
+        if self.experts:
+            networks = [self.expert_ffn] * 3 * self.experts + [self.shared_ffn] * (3 if self.shared_ffn else 0)
+        return tuple((width, self.hidden) for width in [*heads, *networks])
 
     @cached_property
     def layer_experts(self) -> int:
@@ -142,8 +147,13 @@ class ModelShape:
         """Weights of one layer's norms, biases and router, which every tensor-parallel rank holds."""
         norms = 2 * self.hidden * (2 if self.biased else 1)
         biases = self.qkv + self.up + 2 * self.hidden
-        router = self.hidden * (self.experts + (1 if self.shared_ffn else 0))
+        router = self.hidden * (self.experts + self._gates)
         return norms + (biases if self.biased else self.attention_vectors) + router
+
+    @property
+    def _gates(self) -> int:
+        """Linears of one output that weigh a shared expert."""
+        return 1 if self.shared_ffn and self.shared_gate else 0
 
     @cached_property
     def embedding(self) -> int:
@@ -190,7 +200,7 @@ class ModelShape:
         used = self.layer_matrices
         if self.experts:
             used += 3 * self.hidden * self.expert_ffn * (self.per_token - self.experts)
-            used += self.hidden * self.experts + (self.hidden if self.shared_ffn else 0)
+            used += self.hidden * (self.experts + self._gates)
         return 2.0 * used * tokens
 
     def attention_flops(self, tokens: int, seq: int, *, causal: bool = True) -> float:

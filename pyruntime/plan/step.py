@@ -347,7 +347,8 @@ class Predictor:
             ORTHOGONAL_STEPS * (4.0 * n * n * k + 2.0 * n**3) for n, k in map(sorted, model.layer_shapes)
         ]
         work = max(layers * sum(of_layer) / (mesh.tp * mesh.shard), max(of_layer))
-        nbytes = 2.0 * layers * model.layer_matrices / mesh.tp
+        # Experts are whole on their ranks.
+        nbytes = 2.0 * layers * (model.layer_matrices - model.layer_experts) / mesh.tp
         over_shard = all_gather(nbytes, self.link(mesh, "shard", mesh.shard))
         over_tp = all_gather(nbytes * mesh.tp / mesh.shard, self.link(mesh, "tp", mesh.tp))
         return work / job.cluster.flops + 2 * (over_shard + over_tp)

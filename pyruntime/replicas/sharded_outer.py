@@ -84,9 +84,10 @@ class ShardedOuter(OuterOptimizer):
         return self._wrapped({name: found[name].to(rows[name].dtype, copy=True) for name in found}, "")
 
     def _wrapped(self, tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-        axes = self._sharded.axes
         return {
-            prefix + state.part.key: as_dtensor(tensors[state.part.key], state.parameter, state.part, axes)
+            prefix + state.part.key: as_dtensor(
+                tensors[state.part.key], state.parameter, state.part, state.axes
+            )
             for state in self._states()
         }
 

@@ -13,6 +13,8 @@ from pyruntime.context import positions
 from pyruntime.data_parallel import Muon, Sharded, shard
 from pyruntime.data_parallel.adamw import ShardedAdamW
 from pyruntime.llama import Llama
+from pyruntime.nn import ParallelExperts
+from pyruntime.nn.router import Scores
 from pyruntime.ops.placements import PlacementCheck
 from pyruntime.replicas.member import Member
 from pyruntime.replicas.sharded_outer import ShardedOuter
@@ -78,8 +80,7 @@ def optimizer_of(run: ResolvedRun, model: Llama, sharded: Sharded, runtime: Runt
         case "adamw":
             muon = None
         case "muon":
-            of_layers = model.layers.parameters()
-            muon = Muon([p for p in of_layers if p.dim() == 2 and p.requires_grad], asked.momentum)
+            muon = _muon(model, asked.momentum)
         case _:
             assert_never(asked.name)
     return sharded.adamw(
@@ -92,6 +93,22 @@ def optimizer_of(run: ResolvedRun, model: Llama, sharded: Sharded, runtime: Runt
         muon=muon,
         shared=shared_weights(run, model, runtime),
     )
+
+
+def _muon(model: Llama, momentum: float) -> Muon:
+    """Muon for the layers' matrices, but for routers and gates, whose rows are scores by themselves."""
+    scores = {id(p) for each in model.modules() if isinstance(each, Scores) for p in each.parameters()}
+    matrices = [
+        p for p in model.layers.parameters() if p.dim() == 2 and p.requires_grad and id(p) not in scores
+    ]
+    stacks = {
+        p: 2 if p is each.gate_up_proj else 1
+        for each in model.modules()
+        if isinstance(each, ParallelExperts)
+        for p in each.parameters()
+        if p.requires_grad
+    }
+    return Muon(matrices, momentum, stacks)
 
 
 def outer_of(
@@ -124,7 +141,7 @@ def figures_of(
     device, asked = Device(runtime.device, runtime.why_device), run.config.optimizer
     if outer is not None:
         return RoundFigures(runtime, device, within, outer.stats, bool(run.config.data_parallel.members))
-    load = ExpertLoad.of_run(run, model, runtime.sizes.tp, runtime.device)
+    load = ExpertLoad.of_run(run, model, runtime.ep.size, runtime.device)
     # With these options the figures decide whether a step counts, so it must read them itself.
     is_read_at_once = asked.on_bad_step == "skip" or asked.spike_factor
     if device.is_gpu and run.mesh.ranks == 1 and not is_read_at_once:

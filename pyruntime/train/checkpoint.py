@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from pyruntime.comm import CommError, rank_name
 from pyruntime.comm.exchange import barrier, gather
 from pyruntime.data_parallel import Sharded
+from pyruntime.nn import SigmoidRouter
 from pyruntime.replicas.fragment import Fragment
 from pyruntime.replicas.sharded_outer import ShardedOuter
 from pyruntime.train import manifest
@@ -43,7 +44,12 @@ def state_of(sharded: Sharded, with_residuals: bool = True) -> dict:
     optimizer = sharded.optimizer.state_dict()
     # The run's step stands for the step of every parameter.
     optimizer = {key: value for key, value in optimizer.items() if not key.startswith("steps.")}
-    state = {"model": sharded.state_dict(), "optimizer": optimizer}
+    biases = {
+        f"{name}.bias": module.bias
+        for name, module in sharded.model.named_modules()
+        if isinstance(module, SigmoidRouter)
+    }
+    state = {"model": {**sharded.state_dict(), **biases}, "optimizer": optimizer}
     if sharded.compressor is not None and with_residuals:
         state["compression"] = sharded.compressor.state_dict()
     return state

@@ -48,8 +48,8 @@ class Model:
     """Whether the features of every query and key head are normalised, as in Qwen3; None: as in the
     preset."""
     experts: int | None = None
-    """Experts of a layer, which take the place of its feed-forward network and are spread over the
-    tensor-parallel ranks (docs/how-to/train-experts.md). 0: none. None: the preset's."""
+    """Experts of a layer, which take the place of its feed-forward network and are spread over parallel.ep
+    ranks (docs/how-to/train-experts.md). 0: none. None: the preset's."""
     experts_per_token: int | None = None
     """Experts that a token goes to; None: the preset's, else 2."""
     expert_size: int | None = None
@@ -62,6 +62,16 @@ class Model:
     norm_topk_prob: bool | None = None
     """Whether the weights of a token's experts, softmax over all of them, are divided by their sum; None: as
     in the preset, else true."""
+    sigmoid_router: bool | None = None
+    """Whether experts are chosen by sigmoids with a bias that train.router_bias_rate moves (DeepSeek-V3), not
+    by a softmax; with qk_norm and a shared expert. None: as in the preset, else false."""
+    expert_groups: int | None = None
+    """With sigmoid_router, groups of experts, of which a token goes only to the best; None: the preset's,
+    else 1."""
+    expert_groups_per_token: int | None = None
+    """Groups that a token may go to; None: the preset's, else 1."""
+    routed_scaling_factor: float | None = None
+    """With sigmoid_router, factor of the weights of a token's experts; None: the preset's, else 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +208,9 @@ class Train:
     router_z_loss: float = 0.0
     """Weight of the mean squared log-sum-exp of the routers' logits, for each layer with experts; 1e-3, for
     example. 0: none."""
+    router_bias_rate: float = 0.001
+    """With model.sigmoid_router: by how much the bias of an expert, beside scores from 0 to 1, moves in a step
+    towards an even load (arXiv 2408.15664). 0: it stays."""
     seed: int = 0
     """Seed of the weights, the batches and the sample. The same seed gives bitwise the same run."""
     val_every: int = 50
@@ -255,6 +268,9 @@ class Parallel:
     """Context-parallel ranks, which share every sequence. With zigzag, 2 * cp divides seq_len."""
     dp: int = 1
     """Data-parallel ranks, which share the sequences of a step. The job has pp * dp * cp * tp ranks."""
+    ep: int | None = None
+    """Expert-parallel ranks, which share the experts: any number that divides tp * cp * dp
+    (docs/how-to/train-experts.md). None: the tensor-parallel ranks."""
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage over the data- and context-parallel ranks: 0 cuts nothing, 1 and 2 optimizer states and
     gradients, 3 also the weights. If tp has z, all of it is cut over z (3) and replicated over dp."""
@@ -512,6 +528,13 @@ class MeshSizes:
     tp: int = 1
     """Ranks of tensor parallelism; with two axes, of the first (x)."""
     tp_y: int = 1
+    ep: int | None = None
+    """Ranks over which experts lie, neighbours among those of a pipeline stage; None: those of tp."""
+
+    @property
+    def experts_over(self) -> int:
+        """Ranks over which experts lie."""
+        return self.tp if self.ep is None else self.ep
 
     @property
     def axes(self) -> dict[str, int]:
@@ -529,8 +552,9 @@ def mesh_of(config: RunConfig, world_size: int) -> MeshSizes:
     asked = config.parallel
     others = {"pp": asked.pp, "dp": asked.dp, "dp_replicate": replicas(config), "cp": asked.cp}
     if isinstance(asked.tp, Grid):
-        return MeshSizes(**others, tp=asked.tp.x, tp_y=asked.tp.y)
-    return MeshSizes(**others, tp=asked.tp or max(1, world_size // (asked.pp * asked.cp * asked.dp)))
+        return MeshSizes(**others, tp=asked.tp.x, tp_y=asked.tp.y, ep=asked.ep)
+    tp = asked.tp or max(1, world_size // (asked.pp * asked.cp * asked.dp))
+    return MeshSizes(**others, tp=tp, ep=asked.ep)
 
 
 def with_pieces(config: RunConfig) -> RunConfig:

@@ -34,6 +34,7 @@ from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel import NonFiniteGradient
 from pyruntime.data_parallel.replicated import check_replicated
 from pyruntime.llama import Llama
+from pyruntime.nn import SigmoidRouter
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.train import checkpoint, checkpoint_folder
 from pyruntime.train.assembly import (
@@ -99,6 +100,7 @@ class Trainer:
         self._passes, self._slow = passes_of(run, model, self.sharded, runtime)
         self._types = placement_check(run, model, self.sharded, runtime)
         self._figures = figures_of(run, model, within, self.outer, runtime, self._slow is not None)
+        self._routers = [each for each in model.modules() if isinstance(each, SigmoidRouter)]
         self._guard = Guard(run.config.optimizer.spike_factor)
         self.lowest = LowestLoss(run.config.train.patience)
         self._val_loss: float | None = None
@@ -277,11 +279,13 @@ class Trainer:
                 refusal = self._bad(own, self._guard.why_bad(own), error.parameters)
                 comm.post_failure(str(refusal))  # other replicas do not see this one's gradient
                 raise refusal from error
+            self._move_biases()
             return
         (figures,) = self._figures.read()
         why = self._guard.why_bad(figures)
         if not why:
             self.optimizer.step(norm)
+            self._move_biases()
             self._guard.counted(figures)
         elif self._skips:
             self.optimizer.step(math.nan)
@@ -294,6 +298,10 @@ class Trainer:
             except NonFiniteGradient as error:
                 names = () if figures.is_finite else error.parameters
                 raise self._bad(figures, why, names) from error
+
+    def _move_biases(self) -> None:
+        for router in self._routers:
+            router.move_bias(self._config.train.router_bias_rate)
 
     def _forward_and_backward(self, step: int) -> torch.Tensor:
         """Runs all micro-batches; returns their loss, in a pipeline on the last stage. Each counts by
@@ -326,8 +334,7 @@ class Trainer:
             "optimizer.clip_grad_norm": optimizer.max_norm,
             "the number of the step": self.step,
         }
-        rows, axes = optimizer.arrived_rows(), self.sharded.axes
-        check_replicated(rows, axes, numbers, self._runtime.world)
+        check_replicated(optimizer.arrived_rows(), numbers, self._runtime.world)
 
     def validate(self) -> dict[str, tuple[float, int]]:
         """Returns for each validation set the mean loss, in nats per target, and its targets;

@@ -112,6 +112,7 @@ def _llama(run: ResolvedRun, runtime: Runtime, *, seed: int | None, **options: A
         wire=run.config.parallel.tp_wire,
         seed=seed,
         lora=lora_of(run.config),
+        experts=None if run.shape.mixture is None else runtime.ep,
         **options,
     )
 

@@ -93,6 +93,7 @@ def of_llama(name: str, config: LlamaConfig, preset: str = "") -> ModelShape:
         per_token=config.mixture.per_token,
         expert_ffn=config.mixture.width,
         shared_ffn=config.mixture.shared_width,
+        shared_gate=config.mixture.has_shared_gate,
         dense_layers=config.mixture.dense_layers,
     )
 
@@ -120,6 +121,7 @@ def planned(run: ResolvedRun, cluster: Cluster) -> tuple[Job, Mesh]:
         micro_batch=train.micro_batch_size,
         recompute=train.activation_checkpointing,
         layers=tuple(pipeline.layers),
+        ep=0 if sizes.experts_over == sizes.tp else sizes.experts_over,
     )
     tau = _tau(config.data_parallel)
     if sizes.tp_y > 1:

@@ -311,6 +311,8 @@ def _watch(job: RankRun) -> Watch:
     predicted_s = None
     if output.cluster and run.config.lora.rank:
         job.say("plan   the seconds of a step are not predicted for low-rank adapters")
+    elif output.cluster and run.mesh.experts_over != run.mesh.tp:
+        job.say("plan   the seconds of a step are not predicted for experts over groups of their own")
     elif output.cluster:
         cluster = find_cluster(output.cluster)
         predicted_s = predicted(*planned(run, cluster)).total
@@ -390,21 +392,23 @@ def _bytes_read() -> int:
 def finish(job: RankRun) -> None:
     """Writes the final model, the report, the ledger and a sample."""
     runtime, is_pipeline = job.runtime, job.run.mesh.pp > 1
-    is_first_tp = runtime.world.rank() < runtime.sizes.tp
+    # Groups of tensor parallelism and of experts that share ranks with the first ones.
+    count = math.lcm(runtime.sizes.tp, runtime.ep.size)
+    has_whole = runtime.world.rank() < count
     job.trainer.close()
     best = _best(job)
-    if is_pipeline and is_first_tp:
+    if is_pipeline and has_whole:
         source = best or job.trainer.checkpoint
         assert source is not None  # a run that takes no step has been resumed
         job.model = whole_model(job.run, runtime, source)
-    elif best and is_first_tp:
+    elif best and has_whole:
         checkpoint.load_weights(best, job.model, comm.process_group(runtime.tp))
-    if is_first_tp:
+    if has_whole:
         _save_model(job)
     on_rank_0(runtime.world, "Writing the report", lambda: _write_report(job))
     if job.ledger is not None:
         _write_ledger(job, job.ledger)
-    sample = _sample(job) if is_first_tp or not is_pipeline else None
+    sample = _sample(job) if has_whole or not is_pipeline else None
     if job.is_rank_0:
         with writing(job.run_dir / SAMPLE_FILE, job.trainer.what_is_saved()):
             _close(job, sample)

@@ -15,7 +15,7 @@ from pyruntime.train.config import Model, RunConfig, mesh_of
 from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.validate.adapter_options import check_lora_of
-from pyruntime.train.validate.shapes import check_shape
+from pyruntime.train.validate.shapes import check_experts_over, check_shape
 
 VOCABULARY_MULTIPLE = 128
 DEFAULT_PRESET = "3m"
@@ -26,6 +26,10 @@ _OF_MIXTURE = {
     "shared_expert_size": "shared_width",
     "dense_layers": "dense_layers",
     "norm_topk_prob": "renormalize",
+    "sigmoid_router": "sigmoid",
+    "expert_groups": "groups",
+    "expert_groups_per_token": "best_groups",
+    "routed_scaling_factor": "factor",
 }
 """Options of [model] about experts, and their fields of Mixture."""
 
@@ -34,15 +38,18 @@ def open_model(config: RunConfig, world_size: int) -> tuple[Tokenizer, LlamaConf
     """Returns a run's tokenizer, and the shape of its model on `world_size` ranks. Raises ConfigError."""
     data, model, mesh = config.data, config.model, mesh_of(config, world_size)
     tokenizer = open_tokenizer(data.tokenizer, model.init_from, data.paths)
-    shape = llama_config(model, tokenizer.vocab_size, config.train.seq_len, mesh.tp, mesh.tp_y)
+    shape = llama_config(model, tokenizer.vocab_size, config.train.seq_len, mesh.tp, mesh.tp_y, mesh.ep)
     check_shape(config, shape)
+    check_experts_over(config, shape, mesh)
     check_lora_of(config, shape)
     return tokenizer, shape
 
 
-def llama_config(model: Model, vocab_needed: int, seq_len: int, tp: int, tp_y: int = 1) -> LlamaConfig:
+def llama_config(
+    model: Model, vocab_needed: int, seq_len: int, tp: int, tp_y: int = 1, ep: int | None = None
+) -> LlamaConfig:
     """Returns the shape that [model] asks for, with room for `vocab_needed` tokens and sequences of `seq_len`
-    tokens, on `tp * tp_y` tensor-parallel ranks.
+    tokens, on `tp * tp_y` tensor-parallel ranks, with experts over `ep` (None: tp) ranks.
 
     Raises ConfigError if the sizes do not fit each other, the tokenizer or the number of ranks.
     """
@@ -50,7 +57,7 @@ def llama_config(model: Model, vocab_needed: int, seq_len: int, tp: int, tp_y: i
     with refusing(f"{asked}: ", (ValueError, OSError)):
         shape = _from_checkpoint(model) if model.init_from else _from_preset(model, vocab_needed)
         shape = _with_positions(shape, seq_len)
-        shape.check_tp(tp)
+        shape.check_tp(tp, ep)
         shard_bounds(shape.hidden_size, tp_y, 0, "hidden_size over y")
     if shape.vocab_size < vocab_needed:
         raise ConfigError(

@@ -17,7 +17,12 @@ from pyruntime.comm.core import _C
 from pyruntime.data_parallel import Muon, ShardedAdamW
 from pyruntime.data_parallel.muon import Matrix, owners
 from pyruntime.data_parallel.pieces import MatrixCut
-from pyruntime.nn import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from pyruntime.nn import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    ParallelExperts,
+    RowParallelLinear,
+)
 from tests.data_parallel import cases
 from tests.transports import TRANSPORTS, take
 
@@ -238,6 +243,34 @@ def test_is_bitwise_the_same_on_one_rank_and_many_given_the_same_gradients(ranks
             assert whole.keys() == alone.keys()
             for name, value in alone.items():
                 assert torch.equal(whole[name], value), (name, world, mesh_kind, stage)
+
+
+def of_experts(group):
+    """Whether gate, up and down of each expert step as torch's Muon steps them one by one."""
+    experts = ParallelExperts(3, 7, 5, group=group, dtype=torch.float64)
+    halves = [each.detach().clone() for each in experts.gate_up_proj.detach().reshape(6, 5, 7)]
+    downs = [each.detach().clone() for each in experts.down_proj.detach()]
+    singles = [nn.Parameter(each) for each in (*halves, *downs)]
+    torchs = torch.optim.Muon(singles, lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
+    handle = pyruntime.shard(experts, None)
+    muon = Muon(stacks={experts.gate_up_proj: 2, experts.down_proj: 1})
+    optimizer = handle.adamw(lr=LR, weight_decay=DECAY, muon=muon)
+    for step in range(STEPS):
+        x, ids = torch.randn(9, 7, dtype=torch.float64), torch.rand(9, 3).topk(2).indices
+        (experts(x, ids, torch.rand(9, 2).double()) ** 2).sum().backward()
+        gradients = [*experts.gate_up_proj.grad.reshape(6, 5, 7), *experts.down_proj.grad]
+        for single, gradient in zip(singles, gradients, strict=True):
+            single.grad = gradient.clone()
+        optimizer.step()
+        with patch("torch.optim._muon._zeropower_via_newtonschulz", lambda update, *_: orthogonal(update)):
+            torchs.step()
+        found = [*experts.gate_up_proj.detach().reshape(6, 5, 7), *experts.down_proj.detach()]
+        for one, other in zip(found, singles, strict=True):
+            torch.testing.assert_close(one, other.detach(), rtol=0, atol=1e-9, msg=f"step {step}")
+
+
+def test_experts_step_each_by_itself(ranks):
+    ranks.run(of_experts, 1)
 
 
 def test_every_rank_owns_about_as_much():

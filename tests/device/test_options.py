@@ -35,7 +35,7 @@ GROUPS = [
     ["tp x dp", "went on"],
     ["slices", "init_from", "costs"],
     ["hybrid", "cp"],
-    ["rings", "grid", "experts"],
+    ["rings", "grid", "experts", "sigmoid experts"],
     ["adapters", "more adapters"],
 ]
 """Runs on the same ranks, one after the other."""
@@ -141,12 +141,22 @@ def runs(folder: Path) -> dict[str, RunConfig]:
         "experts": changed(
             base,
             model={
-                "experts": 3, "experts_per_token": 2, "expert_size": 24, "shared_expert_size": 16,
+                "experts": 7, "experts_per_token": 2, "expert_size": 24, "shared_expert_size": 16,
                 "dense_layers": 1, "norm_topk_prob": False,
             },
             # One micro-batch: with several, those of data-parallel ranks have other sequences together.
             train={"balance_loss": 0.5, "router_z_loss": 0.1, "batch_size": 2},
-            parallel={"tp": 2, "dp": 2, "zero": 3},
+            parallel={"tp": 2, "dp": 2, "zero": 3, "ep": 4},
+        ),
+        "sigmoid experts": changed(
+            base,
+            model={
+                "experts": 8, "expert_size": 16, "shared_expert_size": 32, "qk_norm": True,
+                "sigmoid_router": True, "expert_groups": 4, "expert_groups_per_token": 2,
+                "routed_scaling_factor": 1.5,
+            },
+            train={"router_bias_rate": 0.01, "batch_size": 2},
+            parallel={"tp": 2, "dp": 2},
         ),
         "adapters": changed(
             base,
@@ -208,7 +218,7 @@ def train_all(group, configs, device):
         sizes = {
             "tp": grid.x,
             "tp_y": grid.y,
-            **{axis: getattr(parallel, axis) for axis in ("cp", "pp", "dp")},
+            **{axis: getattr(parallel, axis) for axis in ("cp", "pp", "dp", "ep")},
         }
         check(config, RANKS if device != "cpu" else 1)
         with Runtime.start(**sizes, dp_replicate=parallel.dp_replicate, device=device) as runtime:

@@ -43,7 +43,7 @@ CASES = {
 
 def full_tensors(model: Llama) -> dict[str, Tensor]:
     """Every tensor of the checkpoint, gathered from all ranks."""
-    return {shard.name: gather_full(shard, model.group).clone() for shard in model.shards()}
+    return {shard.name: gather_full(shard).clone() for shard in model.shards()}
 
 
 def full_gradients(model: Llama) -> dict[str, Tensor]:

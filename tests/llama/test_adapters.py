@@ -39,7 +39,7 @@ def with_effect(model: Llama) -> Llama:
 
 
 def full(model: Llama) -> dict[str, torch.Tensor]:
-    return {shard.name: gather_full(shard, model.group).clone() for shard in model.adapter_shards()}
+    return {shard.name: gather_full(shard).clone() for shard in model.adapter_shards()}
 
 
 def batch(config) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from pyruntime.llama import PRESETS, Llama, LlamaConfig, load_hf, save_hf
 from pyruntime.llama.mixture import Mixture
 from pyruntime.llama.stage import layers_of_stages
+from pyruntime.llama.tensor_shards import ROUTER_BIAS
 from pyruntime.nn import RouterLosses
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.memory import memory_of_rank
@@ -38,6 +39,15 @@ FAMILIES = {
     "qwen3_moe": LlamaConfig(**_SMALL, qk_norm=True, mixture=Mixture(7, 2, 40, dense_layers=2)),
     "qwen3": LlamaConfig(**_SMALL, qk_norm=True),
     "mixtral, window": LlamaConfig(**_SMALL, mixture=Mixture(7, 2, 40), sliding_window=5),
+    "dots1": LlamaConfig(
+        **_SMALL,
+        qk_norm=True,
+        sliding_window=5,
+        first_window_layer=1,
+        mixture=Mixture(
+            8, 3, 24, shared_width=48, dense_layers=1, sigmoid=True, groups=4, best_groups=2, factor=2.5
+        ),
+    ),
     "qwen2_moe, biases": LlamaConfig(
         **_SMALL, mixture=Mixture(7, 3, 40, renormalize=False, shared_width=48), qkv_bias=True
     ),
@@ -51,6 +61,9 @@ def written(group, config, folder):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.1, generator=generator)
+        for shard in model.shards():
+            if shard.name.endswith(ROUTER_BIAS):
+                shard.local.normal_(0.0, 0.3, generator=generator)
     save_hf(model, folder)
 
 
@@ -179,3 +192,8 @@ def test_the_fullest_rank_is_counted_where_experts_do_not_divide():
     memory = memory_of_rank(job, Mesh(tp=3, dp=2, zero=1), 0)
     assert memory.weights == pytest.approx(2 * 3 * of_experts, rel=0.02)
     assert memory.optimizer == pytest.approx(12 * 2 * of_experts, rel=0.02)
+    # Over all six ranks one has 2 of them, which no other holds; over one, all 8, cut over six.
+    for ep, held, kept in ((6, 2, 2), (1, 8, 2)):
+        memory = memory_of_rank(job, Mesh(tp=3, dp=2, zero=1, ep=ep), 0)
+        assert memory.weights == pytest.approx(2 * held * of_experts, rel=0.02)
+        assert memory.optimizer == pytest.approx(12 * kept * of_experts, rel=0.02)

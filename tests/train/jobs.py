@@ -80,7 +80,7 @@ def opened(config: RunConfig) -> corpus.Corpus:
 def resolved(config: RunConfig, world_size: int = 1) -> ResolvedRun:
     """The job on so many ranks, of a model for bytes."""
     mesh = mesh_of(config, world_size)
-    shape = llama_config(config.model, 256, config.train.seq_len, mesh.tp, mesh.tp_y)
+    shape = llama_config(config.model, 256, config.train.seq_len, mesh.tp, mesh.tp_y, mesh.ep)
     return resolve(settled(config, shape), shape, world_size)
 
 
@@ -91,17 +91,17 @@ def runtime(group, config: RunConfig) -> comm.Runtime:
     """The mesh of a job over the ranks of `group`, made once: with other axes than tp these are the pool's
     four ranks, or eight."""
     mesh = mesh_of(config, comm.group_size(group))
-    dp, replicate = mesh.dp, mesh.dp_replicate
+    dp, replicate, ep = mesh.dp, mesh.dp_replicate, mesh.ep
     sizes = {"dp_replicate": replicate, "dp_shard": dp // replicate} if replicate > 1 else {"dp": dp}
     sizes = {"pp": mesh.pp, **sizes, "cp": mesh.cp, "tp": mesh.tp, "tp_y": mesh.tp_y}
     sizes = {name: size for name, size in sizes.items() if size > 1 or name in ("dp_shard", "tp")}
-    key = (comm.group_name(group), *sizes.items())
+    key = (comm.group_name(group), ep, *sizes.items())
     if key not in _runtimes:
         if len(sizes) == 1:
             mesh = DeviceMesh.from_group(comm.process_group(group), "cpu", mesh_dim_names=("tp",))
         else:
             mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        _runtimes[key] = comm.Runtime(mesh)
+        _runtimes[key] = comm.Runtime(mesh, ep=ep)
     return _runtimes[key]
 
 
@@ -116,9 +116,10 @@ def on_mesh(
 
 
 def between_hosts(group, config: RunConfig, case):
-    """Returns case(group, config) on a mesh whose chunks of tp, dp and cp travel as between hosts."""
+    """Returns case(group, config) on a mesh whose chunks of tp, dp, cp and ep travel as between hosts."""
     made = runtime(group, config)
-    axes = [axis.group for axis in (made.tp, made.dp, made.cp) if axis.size > 1]
+    every = (made.tp, made.dp, made.cp, *((made.ep, made.edp) if made.ep.copies else ()))
+    axes = [axis.group for axis in every if axis.size > 1]
     for axis in axes:
         take(axis, "process_group")
     try:
@@ -154,7 +155,9 @@ def full_state(group, config: RunConfig, resume: Path) -> dict[str, torch.Tensor
     made.resume(resume)
     state = checkpoint.state_of(made.sharded)
     state = state["model"] | state["optimizer"]
-    return {name: value.full_tensor() for name, value in state.items()}
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()
+    }
 
 
 def curve(steps: list[StepMetrics], name: str) -> list:

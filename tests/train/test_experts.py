@@ -9,11 +9,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from pyruntime.llama import load_hf
 from pyruntime.nn import RouterLosses, router
 from pyruntime.train import model_of_run
 from pyruntime.train.config import Grid, Model
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.resolved import check
+from pyruntime.train.run import run
+from pyruntime.train.signals import StopRequest
 from tests.train import jobs
 from tools import check_parity as parity
 
@@ -32,6 +35,11 @@ MODEL = Model(
     dense_layers=1,
 )
 """Seven experts are ragged over 2 ranks and over 3."""
+SIGMOID = {
+    "qk_norm": True, "sigmoid_router": True, "experts": 8, "expert_size": 24, "expert_groups": 4,
+    "expert_groups_per_token": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
+}  # fmt: skip
+"""What makes it a model with routers by sigmoid."""
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +85,35 @@ MESHES = {
     "tp2 pp2 1f1b": (2, {"tp": 2, "pp": 2}),
     "tp2 pp2 zb-v": (2, {"tp": 2, "pp": 2, "schedule": "zb-v"}),
     "pp2 dp2 zero3 gpipe": (1, {"pp": 2, "dp": 2, "zero": 3, "schedule": "gpipe"}),
+    # Experts over groups of their own, of fewer and of more ranks than tensor-parallel ones.
+    "tp2 cp2 ep1": (2, {"tp": 2, "cp": 2, "ep": 1}),
+    "dp4 zero3 ep2": (1, {"dp": 4, "zero": 3, "ep": 2}),
+    "dp4 zero2 ep4": (1, {"dp": 4, "zero": 2, "ep": 4}),
+    "dp4 zero1 ep2 hybrid": (1, {"dp": 4, "zero": 1, "ep": 2, "dp_replicate": 2}),
+    "dp4 zero0 ep2": (1, {"dp": 4, "zero": 0, "ep": 2}),
+    "tp2 dp2 zero3 ep1": (1, {"tp": 2, "dp": 2, "zero": 3, "ep": 1}),
+    "tp2 dp2 zero1 ep4": (1, {"tp": 2, "dp": 2, "zero": 1, "ep": 4}),
+    "tp2 dp2 zero3 ep4 full": (1, {"tp": 2, "dp": 2, "zero": 3, "ep": 4, "recompute": "full"}),
+    "tp2 cp2 zero2 ep4": (2, {"tp": 2, "cp": 2, "zero": 2, "ep": 4}),
+    "cp2 dp2 zero1 ep2": (1, {"cp": 2, "dp": 2, "zero": 1, "ep": 2}),
+    "pp2 dp2 zero2 ep2 zb-h1": (1, {"pp": 2, "dp": 2, "zero": 2, "ep": 2, "schedule": "zb-h1"}),
+    "tp2 pp2 ep1 zb-v": (2, {"tp": 2, "pp": 2, "ep": 1, "schedule": "zb-v"}),
+    "tp2 cp2 dp2 zero3 ep4": (1, {"tp": 2, "cp": 2, "dp": 2, "zero": 3, "ep": 4}),
+    "tp2 dp2 pp2 zero1 ep4": (1, {"tp": 2, "dp": 2, "pp": 2, "zero": 1, "ep": 4}),
 }
 
 
 @pytest.mark.parametrize("name", MESHES)
-@pytest.mark.second_tier(but=["tp3", "tp2 dp2 zero3", "tp2 pp2 zb-v"])
+@pytest.mark.second_tier(
+    but=[
+        "tp3",
+        "tp2 dp2 zero3",
+        "tp2 pp2 zb-v",
+        "dp4 zero3 ep2",
+        "tp2 dp2 zero1 ep4",
+        "tp2 pp2 ep1 zb-v",
+    ]
+)
 def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
     micro_batches, sizes = MESHES[name]
     asked = jobs.on_mesh(config, micro_batches, **sizes)
@@ -91,7 +123,18 @@ def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
     assert parity.difference(found[0], whole[micro_batches]) <= parity.TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["tp2 dp2 zero3", "tp2 cp2 zero2"])
+@pytest.mark.second_tier
+def test_so_they_are_where_neither_group_is_a_part_of_the_other(ranks, config):
+    """Of six ranks, (0, 1, 2) share tokens, and (0, 1), (2, 3), (4, 5) share experts."""
+    asked = jobs.on_mesh(jobs.changed(config, "train", batch_size=6), 1)
+    expected = ranks.run(steps_of, 1, asked)[0]
+    asked = jobs.on_mesh(asked, 1, tp=3, dp=2, ep=2, zero=1)
+    found = [outcome.value or outcome.error for outcome in ranks.launch(steps_of, 6, asked)]
+    assert found[0] == found[-1]
+    assert parity.difference(found[0], expected) <= parity.TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["tp2 dp2 zero3", "tp2 cp2 zero2", "tp2 dp2 zero1 ep4", "dp4 zero3 ep2"])
 @pytest.mark.second_tier
 def test_so_they_are_between_hosts(ranks, config, whole, name):
     micro_batches, sizes = MESHES[name]
@@ -127,6 +170,113 @@ def test_a_run_is_resumed_on_other_meshes(ranks, config, tmp_path):
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
+MUON_MESHES = {
+    "tp2 dp2 zero1": (1, {"tp": 2, "dp": 2, "zero": 1}),
+    "tp2 dp2 ep1 zero3": (1, {"tp": 2, "dp": 2, "ep": 1, "zero": 3}),
+    "dp4 ep2 zero2": (1, {"dp": 4, "ep": 2, "zero": 2}),
+    "tp2 pp2 zb-h1": (2, {"tp": 2, "pp": 2, "schedule": "zb-h1"}),
+}
+
+
+@pytest.mark.parametrize("name", MUON_MESHES)
+@pytest.mark.second_tier(but=["dp4 ep2 zero2"])
+def test_muon_steps_along_each_expert_alike_on_every_mesh(ranks, config, name):
+    config = jobs.changed(config, "optimizer", name="muon", lr=1e-3)
+    micro_batches, sizes = MUON_MESHES[name]
+    expected = ranks.run(steps_of, 1, jobs.on_mesh(config, micro_batches))[0]
+    found = ranks.run(steps_of, 4, jobs.on_mesh(config, micro_batches, **sizes))
+    assert found[0] == found[-1]
+    assert parity.difference(found[0], expected) <= parity.TOLERANCE
+
+
+def by_sigmoid(config):
+    """The job with routers by sigmoid, whose biases move so far that they matter."""
+    return jobs.changed(jobs.changed(config, "model", **SIGMOID), "train", router_bias_rate=0.02)
+
+
+def steps_and_biases(group, config):
+    """Losses and norms of some steps, and the bias of every layer's router on this rank after them."""
+    made = jobs.trainer(group, config)
+    with contextlib.closing(made.fit()) as steps:
+        found = [(each.loss, each.grad_norm) for each in (next(steps), next(steps), next(steps))]
+    biases = {name: each.clone() for name, each in made.model.named_buffers() if name.endswith("router.bias")}
+    made.close()
+    return found, biases
+
+
+SIGMOID_MESHES = {
+    "tp2 dp2 ep4 zero2": (1, {"tp": 2, "dp": 2, "ep": 4, "zero": 2}),
+    "tp2 cp2 full": (2, {"tp": 2, "cp": 2, "recompute": "full"}),
+    "tp2 pp2 zb-v": (2, {"tp": 2, "pp": 2, "schedule": "zb-v"}),
+    "dp4 ep2 zero3": (1, {"dp": 4, "ep": 2, "zero": 3}),
+}
+
+
+@pytest.mark.parametrize("losses", [0.5, 0.0])
+@pytest.mark.parametrize("name", SIGMOID_MESHES)
+@pytest.mark.second_tier(but=["tp2 dp2 ep4 zero2-0.0", "tp2 cp2 full-0.5"])
+def test_routers_by_sigmoid_move_their_biases_by_the_rows_of_all_ranks(ranks, config, name, losses):
+    """Once for each step, on all ranks alike, with losses of routers and without."""
+    config = jobs.changed(by_sigmoid(config), "train", balance_loss=losses, router_z_loss=losses / 5)
+    micro_batches, sizes = SIGMOID_MESHES[name]
+    ((expected, exact),) = ranks.run(steps_and_biases, 1, jobs.on_mesh(config, micro_batches))
+    found = ranks.run(steps_and_biases, 4, jobs.on_mesh(config, micro_batches, **sizes))
+    assert len(exact) == MODEL.num_hidden_layers - MODEL.dense_layers
+    seen = set()
+    for steps, biases in found:
+        seen |= biases.keys()
+        assert parity.difference(steps, expected) <= parity.TOLERANCE
+        for layer, bias in biases.items():
+            assert torch.equal(bias, exact[layer]), layer
+            moves = (bias / 0.02).round()
+            assert moves.any() and moves.abs().max() <= 3
+            torch.testing.assert_close(bias, moves * 0.02)
+    assert seen == exact.keys()
+
+
+def whole_run(group, config):
+    return run(config, "job", jobs.runtime(group, config), StopRequest())
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp": 2, "dp": 2, "ep": 4, "sigmoid": 1},
+        {"dp": 4, "zero": 3, "ep": 2},
+        {"pp": 2, "dp": 2, "ep": 2, "sigmoid": 1},
+        {"tp": 2, "cp": 2, "ep": 1},
+    ],
+    ids=lambda sizes: " ".join(f"{name}{size}" for name, size in sizes.items()),
+)
+@pytest.mark.second_tier(but=["tp2 dp2 ep4 sigmoid1"])
+def test_a_run_leaves_the_experts_of_all_ranks_and_goes_on_over_others(ranks, config, tmp_path, sizes):
+    """Its model is bitwise that of its checkpoint, biases included, from which one rank goes on as after its
+    own steps."""
+    sizes = dict(sizes)
+    if sizes.pop("sigmoid", False):
+        config = by_sigmoid(config)
+    config = jobs.changed(jobs.on_mesh(config, 1), "train", steps=4, val_every=0)
+    config = jobs.changed(config, "checkpoint", every_steps=2, keep=9)
+    asked = jobs.changed(jobs.on_mesh(config, 1, **sizes), "output", run_dir=str(tmp_path / "run"))
+    (folder, *_) = ranks.run(whole_run, 4, asked)
+    saved = folder / "checkpoints" / "step-000002"
+    state = ranks.run(jobs.full_state, 1, config, folder / "checkpoints" / "step-000004")[0]
+    weights = load_hf(folder / "model").state_dict()
+    assert sum("experts" in name for name in weights) == 2 * (MODEL.num_hidden_layers - MODEL.dense_layers)
+    assert all(torch.equal(value, state[name]) for name, value in weights.items())
+    assert (folder / "sample.txt").is_file()
+    runs = {
+        name: jobs.changed(config, "output", run_dir=str(tmp_path / name))
+        for name in ("whole", "on", "other")
+    }
+    for name in runs:
+        (tmp_path / name).mkdir()
+    expected = ranks.run(jobs.history, 1, runs["whole"])[0][2:]
+    jobs.check_curves(ranks.run(jobs.history, 1, runs["on"], saved), expected)
+    other = jobs.on_mesh(runs["other"], 1, tp=2, dp=2, ep=1, zero=2)
+    jobs.check_curves(ranks.run(jobs.history, 4, other, saved), expected)
+
+
 def test_slices_of_a_pipeline_without_losses_of_routers(ranks, config):
     config = jobs.changed(config, "train", balance_loss=0.0, router_z_loss=0.0)
     expected = ranks.run(steps_of, 1, jobs.on_mesh(config, 2))[0]
@@ -154,11 +304,6 @@ def own_losses(run, runtime):
 @pytest.mark.parametrize(
     ("section", "options", "message"),
     [
-        (
-            "optimizer",
-            {"name": "muon"},
-            "optimizer.name=muon does not support a model with 7 experts yet; use",
-        ),
         ("train", {"check_types": True}, "train.check_types=true does not support a model with 7 experts"),
         ("parallel", {"tp_slices": 2}, "parallel.tp_slices=2 does not support a model with experts"),
         ("parallel", {"tp_wire": "fp8"}, "parallel.tp_wire=fp8 does not support a model with 7 experts"),
@@ -167,6 +312,8 @@ def own_losses(run, runtime):
         ("model", {"experts": 0}, "model.experts_per_token applies to experts, and there are none"),
         ("model", {"experts": 1, "experts_per_token": 1}, "tp=2 leaves a rank without one of the 1 experts"),
         ("train", {"balance_loss": 2.0}, "train.balance_loss must be between 0 and 1"),
+        ("parallel", {"ep": 4}, "parallel.ep=4 does not divide the 2 ranks that share experts"),
+        ("parallel", {"ep": 0}, "parallel.ep must be at least 1, found 0"),
     ],
 )
 def test_what_experts_do_not_support_is_refused(config, section, options, message):
@@ -187,17 +334,20 @@ WATCHED = {
     "tp2": (2, {"tp": 2}),
     "tp2 dp2 full recomputation": (1, {"tp": 2, "dp": 2, "recompute": "full"}),
     "tp2 pp2 zb-h1": (2, {"tp": 2, "pp": 2, "schedule": "zb-h1"}),
+    "dp4 ep2": (1, {"dp": 4, "ep": 2}),
 }
 
 
 @pytest.mark.parametrize("name", WATCHED)
+@pytest.mark.second_tier("dp4 ep2")
 def test_the_load_of_experts_is_that_of_a_recount(ranks, config, counted, name):
-    """Imbalance of the tensor-parallel ranks aside, the figures are one rank's on every mesh."""
+    """Imbalance of the ranks over which experts lie aside, the figures are one rank's on every mesh."""
     micro_batches, sizes = WATCHED[name]
     asked = jobs.on_mesh(config, micro_batches, **sizes)
     found = ranks.run(first_steps, asked.parallel.tp * asked.parallel.dp * asked.parallel.pp, asked)
     for steps in found:
-        for step, expected in zip(steps, counted[micro_batches, asked.parallel.tp], strict=True):
+        over = asked.parallel.ep or asked.parallel.tp
+        for step, expected in zip(steps, counted[micro_batches, over], strict=True):
             for figure, value in expected.items():
                 assert getattr(step, figure) == pytest.approx(value, rel=2e-4), figure
     assert found[0][-1].expert_imbalance == found[-1][-1].expert_imbalance

@@ -14,8 +14,9 @@ namespace pyruntime {
 
 class ExpertRows {
  public:
-  // table [rows, 2k] of all ranks: the experts of each row, which differ, then the weight of each. This rank
-  // has the experts first, first + 1, ..., `count` of them. On a device the host waits for the table.
+  // table [rows, 2k] of all ranks: the experts of each row, which differ (-1: none), then the weight of each.
+  // This rank has the experts first, first + 1, ..., `count` of them. On a device the host waits for the
+  // table.
   ExpertRows(const at::Tensor& table, int64_t first, int64_t count);
 
   // Consecutive rows in the order.

@@ -72,8 +72,8 @@ Held check(const Operand& x, const at::Tensor& ids, const at::Tensor& weights, c
                    ids.scalar_type(), "; they must be integers.");
   if (ids.is_cpu() && ids.numel() > 0) {  // on a device this would wait
     const int64_t low = ids.min().item<int64_t>(), high = ids.max().item<int64_t>();
-    TORCH_CHECK_VALUE(low >= 0 && high < experts, kOp, ": ids reach from ", low, " to ", high,
-                      "; they must be in [0, ", experts, ").");
+    TORCH_CHECK_VALUE(low >= -1 && high < experts, kOp, ": ids reach from ", low, " to ", high,
+                      "; they must be in [0, ", experts, "), or -1 for no expert.");
   }
   return held;
 }

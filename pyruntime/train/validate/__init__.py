@@ -39,7 +39,7 @@ RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
         lambda x: x >= 1,
         "be at least 1",
         "train.steps train.batch_size train.micro_batch_size train.seq_len train.val_sequences "
-        "parallel.tp parallel.pp parallel.cp parallel.dp data_parallel.compression_rank "
+        "parallel.tp parallel.pp parallel.cp parallel.dp parallel.ep data_parallel.compression_rank "
         "pipeline.virtual checkpoint.keep output.log_every",
     ),
     (
@@ -74,6 +74,7 @@ RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
         "be between 0 and 1, as a weight beside that of the loss",
         "train.z_loss train.balance_loss train.router_z_loss",
     ),
+    (lambda x: 0 <= x <= 1, "be between 0 and 1, where scores lie", "train.router_bias_rate"),
     (lambda x: 0 <= x <= 1e6, "be between 0 and 1e6 hours", "checkpoint.keep_every_h"),
     (
         lambda x: 0 <= x <= MOST_DECAY,

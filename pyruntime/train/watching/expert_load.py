@@ -16,25 +16,26 @@ from pyruntime.train.resolved import ResolvedRun
 
 class ExpertLoad:
     """Collects the load of a model's experts on the device: `take` after a step. There is none of models
-    without experts, and none without losses of routers, for which rows are counted.
+    without experts, and none without losses and biases of routers, for which rows are counted.
 
     A rank's numbers: for each layer of the model with experts the imbalances of experts and of ranks, alike
     on all ranks of its pipeline stage, and this rank's share of the entropy, or zeros in place of other
     stages' layers; then this rank's shares of both losses, which are means over layers."""
 
-    def __init__(self, layers: Sequence[int], routers: Mapping[int, Router], tp: int, device: torch.device):
-        """layers: numbers of the model's layers with experts. routers: those of this rank's, by number."""
-        self._layers, self._routers, self._tp = list(layers), list(routers.values()), tp
+    def __init__(self, layers: Sequence[int], routers: Mapping[int, Router], ep: int, device: torch.device):
+        """layers: numbers of the model's layers with experts. routers: those of this rank's, by number. ep:
+        ranks over which experts lie."""
+        self._layers, self._routers, self._ep = list(layers), list(routers.values()), ep
         self._places = torch.tensor([self._layers.index(number) for number in routers], device=device)
 
     @classmethod
-    def of_run(cls, run: ResolvedRun, model: Llama, tp: int, device: torch.device) -> ExpertLoad:
+    def of_run(cls, run: ResolvedRun, model: Llama, ep: int, device: torch.device) -> ExpertLoad:
         mixture, train = run.shape.mixture, run.config.train
-        if mixture is None or not (train.balance_loss or train.router_z_loss):
-            return cls((), {}, tp, device)
+        if mixture is None or not (train.balance_loss or train.router_z_loss or mixture.sigmoid):
+            return cls((), {}, ep, device)
         layers = [number for number in range(run.shape.num_hidden_layers) if mixture.has(number)]
         own = (number for number in model.part.layers if mixture.has(number))
-        return cls(layers, {number: _router(model.layer(number)) for number in own}, tp, device)
+        return cls(layers, {number: _router(model.layer(number)) for number in own}, ep, device)
 
     def take(self) -> Tensor | None:
         """Returns this rank's numbers of the step, fp64 [3 L + 2]; None if there are none."""
@@ -46,11 +47,11 @@ class ExpertLoad:
             return torch.cat([found.flatten(), found.new_zeros(2)])
         experts = self._routers[0].experts
         counts, shares = torch.stack(loads).split([experts, 3], -1)
-        of_rank = math.ceil(experts / self._tp)  # as torch.chunk cuts them
-        whole = nn.functional.pad(counts, (0, of_rank * self._tp - experts))
-        ranks = whole.unflatten(-1, (self._tp, of_rank)).sum(-1)
+        of_rank = math.ceil(experts / self._ep)  # as torch.chunk cuts them
+        whole = nn.functional.pad(counts, (0, of_rank * self._ep - experts))
+        ranks = whole.unflatten(-1, (self._ep, of_rank)).sum(-1)
         busiest = [each.amax(-1) / counts.sum(-1) * each_of for each, each_of in
-                   ((counts, experts), (ranks, self._tp))]  # fmt: skip
+                   ((counts, experts), (ranks, self._ep))]  # fmt: skip
         found.index_copy_(0, self._places, torch.stack([*busiest, shares[:, 0]], -1))
         return torch.cat([found.flatten(), shares[:, 1:].sum(0) / len(self._layers)])
 

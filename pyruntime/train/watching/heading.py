@@ -44,6 +44,8 @@ def _axes(run: ResolvedRun) -> str:
     axes = f"tp={parallel.tp or mesh.tp} with sequence parallelism"
     if parallel.tp_wire != "same":
         axes += f", rows gathered as {parallel.tp_wire}"
+    if run.shape.mixture is not None and mesh.experts_over != mesh.tp:
+        axes += f", ep={mesh.ep}"
     if parallel.dp > 1:
         axes += f", dp={parallel.dp} at zero {parallel.zero}"
     if config.data_parallel.compression != "none":
