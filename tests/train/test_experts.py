@@ -111,7 +111,6 @@ MESHES = {
         "tp2 pp2 zb-v",
         "dp4 zero3 ep2",
         "tp2 dp2 zero1 ep4",
-        "tp2 pp2 ep1 zb-v",
     ]
 )
 def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
@@ -214,7 +213,7 @@ SIGMOID_MESHES = {
 
 @pytest.mark.parametrize("losses", [0.5, 0.0])
 @pytest.mark.parametrize("name", SIGMOID_MESHES)
-@pytest.mark.second_tier(but=["tp2 dp2 ep4 zero2-0.0", "tp2 cp2 full-0.5"])
+@pytest.mark.second_tier(but=["tp2 dp2 ep4 zero2-0.0"])
 def test_routers_by_sigmoid_move_their_biases_by_the_rows_of_all_ranks(ranks, config, name, losses):
     """Once for each step, on all ranks alike, with losses of routers and without."""
     config = jobs.changed(by_sigmoid(config), "train", balance_loss=losses, router_z_loss=losses / 5)
