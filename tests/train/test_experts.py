@@ -322,6 +322,40 @@ def test_what_experts_do_not_support_is_refused(config, section, options, messag
         check(asked, 2)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "section", "options", "message"),
+    [
+        (
+            {"ep": 4},
+            "data_parallel",
+            {"compression": "top_k"},
+            "data_parallel.compression=top_k supports experts over",
+        ),
+        (
+            {"ep": 1},
+            "data_parallel",
+            {"method": "co2"},
+            "data_parallel.method=co2 supports experts over the tensor-",
+        ),
+        ({"ep": 4}, "model", {"experts": 5}, "ep=4 leaves a rank without one of the 5 experts"),
+        ({"ep": 3}, "model", {}, "parallel.ep=3 does not divide the 4 ranks that share experts"),
+        ({"ep": 4, "dp_replicate": 2}, "model", {}, "divided by parallel.dp_replicate=2; use one of 1, 2."),
+        (
+            {},
+            "data_parallel",
+            {"method": "co2"},
+            "model.sigmoid_router moves a bias by the rows of all ranks",
+        ),
+    ],
+)
+def test_groups_of_experts_that_do_not_fit_are_refused(config, parallel, section, options, message):
+    asked = by_sigmoid(config) if not parallel else config
+    asked = jobs.on_mesh(asked, 1, **{"tp": 2, "dp": 2} | parallel)
+    asked = jobs.changed(jobs.changed(asked, section, **options), "data", tokenizer="bytes")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check(asked, 4)
+
+
 def test_slices_of_a_pipeline_with_a_balance_loss_are_refused(config):
     asked = jobs.changed(jobs.on_mesh(config, 2, tp=1, pp=2, schedule="seq1f1b"), "pipeline", slices=2)
     with pytest.raises(ConfigError, match=r"train\.balance_loss=0\.5 counts the tokens of whole"):
