@@ -346,6 +346,11 @@ def test_what_experts_do_not_support_is_refused(config, section, options, messag
         check(asked, 2)
 
 
+NO_EXPERTS = dict.fromkeys(
+    ("experts", "experts_per_token", "expert_size", "shared_expert_size", "dense_layers")
+)
+
+
 @pytest.mark.parametrize(
     ("parallel", "section", "options", "message"),
     [
@@ -370,6 +375,7 @@ def test_what_experts_do_not_support_is_refused(config, section, options, messag
             {"method": "co2"},
             "model.sigmoid_router moves a bias by the rows of all ranks",
         ),
+        ({"ep": 4}, "model", NO_EXPERTS, "parallel.ep=4 says over how many ranks experts lie, and the model"),
     ],
 )
 def test_groups_of_experts_that_do_not_fit_are_refused(config, parallel, section, options, message):
