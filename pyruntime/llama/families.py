@@ -106,8 +106,8 @@ def family_of(config: LlamaConfig) -> str:
     if mixture is not None and mixture.sigmoid:
         if not normed or not mixture.shared_width or mixture.shared_width % mixture.width:
             why = (
-                "routers by sigmoid without normalised queries and keys (qk_norm), or without a shared expert "
-                "as wide as some of the others; add them"
+                "routers by sigmoid without normalised queries and keys (qk_norm), or without a shared "
+                "expert as wide as some of the others; add them"
             )
     elif mixture is not None and normed and mixture.shared_width:
         why = "both a shared expert and normalised queries and keys; leave out one of them"

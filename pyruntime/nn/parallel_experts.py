@@ -23,9 +23,9 @@ class ParallelExperts(ParallelModule):
     [M, k]. With sequence_parallel all three have this rank's rows, as torch.tensor_split cuts them, and so
     has y; without it all rows, on every rank. Nothing is dropped; how rows travel: `pyruntime.ops.experts`.
 
-    Over `runtime.ep` of `Runtime.start(ep=...)` every rank has rows of its own, any number, and so has y;
-    sequence_parallel is then not read. Each expert's gradient is summed over the rows of its group, and by
-    `pyruntime.shard` over the ranks that hold it too.
+    Over `runtime.ep`, if `Runtime.start(ep=...)` made it another group than tp's, every rank has rows of its
+    own, any number, and so has y; sequence_parallel is then not read. Each expert's gradient is summed over
+    the rows of its group, and by `pyruntime.shard` over the ranks that hold it too.
 
     State dict: "gate_up_proj" [E, 2 F, D], the gate's rows first, and "down_proj" [E, D, F], DTensors with
     Shard(0): the names and shapes of transformers' experts.

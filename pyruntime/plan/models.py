@@ -126,7 +126,9 @@ class ModelShape:
         heads = [self.attention_width, key_value, key_value, self.attention_width]
         networks = [self.ffn] * (3 if self.gated else 2)
         if self.experts:
-            networks = [self.expert_ffn] * 3 * self.experts + [self.shared_ffn] * (3 if self.shared_ffn else 0)
+            networks = [self.expert_ffn] * 3 * self.experts + [self.shared_ffn] * (
+                3 if self.shared_ffn else 0
+            )
         return tuple((width, self.hidden) for width in [*heads, *networks])
 
     @cached_property

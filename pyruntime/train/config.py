@@ -209,7 +209,7 @@ class Train:
     """Weight of the mean squared log-sum-exp of the routers' logits, for each layer with experts; 1e-3, for
     example. 0: none."""
     router_bias_rate: float = 0.001
-    """With model.sigmoid_router: by how much the bias of an expert, beside scores from 0 to 1, moves in a step
+    """With model.sigmoid_router: by how much an expert's bias, beside scores from 0 to 1, moves in a step
     towards an even load (arXiv 2408.15664). 0: it stays."""
     seed: int = 0
     """Seed of the weights, the batches and the sample. The same seed gives bitwise the same run."""

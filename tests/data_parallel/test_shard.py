@@ -355,3 +355,17 @@ def test_a_process_group_is_made_anew_under_its_name(ranks, tmp_path):
 def test_parameters_that_do_not_travel_as_rows_are_refused_at_once(build, sentence):
     with pytest.raises(ValueError, match=sentence):
         pyruntime.shard(nn.Sequential(build()), None)
+
+
+def test_one_rank_at_stage_3_loads_what_it_saved():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(3, 8)
+    handle = pyruntime.shard(model, None, stage=3, bucket_bytes=16)
+    optimizer = handle.adamw(lr=0.1)
+    saved = {name: value.clone() for name, value in handle.state_dict().items()}
+    before = model(x)
+    before.sum().backward()
+    optimizer.step()
+    assert not torch.equal(model(x), before)
+    handle.load_state_dict(saved)
+    assert torch.equal(model(x), before)
