@@ -43,7 +43,9 @@ PROGRAMS = {
     "cpu/test_sift": [],
     "cpu/test_symmetric_memory": [*CORE, "cpu/symmetric_memory.cpp"],
     "cpu/test_tile_order": [],
-    "device/test_streams": ["tests/device/backend/memory.cpp", "tests/device/backend/streams.cpp"],
+    "device/test_streams": [
+        f"tests/device/backend/{each}.cpp" for each in ("clock", "memory", "places", "streams")
+    ],
     "transport/device/test_block_budget": ["transport/device/block_budget.cpp"],
     "transport/ring/test_control_line": RING,
     "transport/ring/test_ring": RING,

@@ -131,7 +131,8 @@ struct Hooks : at::PrivateUse1HooksInterface {
     const size_t kept = std::min(bytes, storage.nbytes());
     if (kept > 0) {
       enqueue(device, "resize storage",
-              [to = made.get(), from = storage.data(), kept] { std::memcpy(to, from, kept); });
+              [to = made.get(), from = storage.data(), kept] { std::memcpy(to, from, kept); },
+              {"memory", {2 * static_cast<int64_t>(kept)}});
     }
     auto* impl = storage.unsafeGetStorageImpl();
     impl->set_data_ptr_noswap(std::move(made));

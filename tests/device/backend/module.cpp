@@ -1,4 +1,6 @@
 // What Python sees of the simulated devices.
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
@@ -8,6 +10,8 @@
 #include "collectives.h"
 #include "generator.h"
 #include "memory.h"
+#include "mirrors.h"
+#include "places.h"
 #include "streams.h"
 #include "symmetric.h"
 
@@ -40,6 +44,44 @@ void launch_on_streams(const std::string& path) {
   use(&enqueue_kernel, &wait_for, &make_stream);
 }
 
+// (stream, begin, end, how it was spent, what, where) of each span.
+using SpanOfPython = std::tuple<int64_t, double, double, int, std::string, std::string>;
+
+std::vector<SpanOfPython> take_spans() {
+  Clock& clock = Clock::instance();
+  std::vector<SpanOfPython> found;
+  for (const Span& each : clock.take_spans()) {
+    found.emplace_back(each.stream, each.begin, each.end, static_cast<int>(each.spent), clock.text(each.name),
+                       clock.text(each.place));
+  }
+  return found;
+}
+
+void bind_clock(pybind11::module& m) {
+  // The model may be asked by threads without Python's lock, until the process ends.
+  m.def("begin_clock", [](const pybind11::function& model) {
+    auto* const kept = new pybind11::function(model);
+    Clock::instance().begin([kept](const std::string& kind, const std::vector<int64_t>& sizes) {
+      const pybind11::gil_scoped_acquire gil;
+      return (*kept)(kind, sizes).cast<double>();
+    });
+    watch_places();
+  });
+  m.def("host_time", [] { return Clock::instance().host(); });
+  m.def("set_place", [](std::string place) { Clock::instance().set_place(std::move(place)); });
+  m.def("keep_spans", [](bool keep) { Clock::instance().keep_spans(keep); });
+  m.def("take_spans", &take_spans);
+  // Seconds at which the last of so many bytes has left, on a link that a stream shares with all others.
+  m.def("transfer", [](const c10::Stream& stream, int64_t bytes) {
+    return queue(stream).timeline().transfer("a transfer", {"put", {bytes}}, "inside a host");
+  });
+  m.def("stream_time", [](const c10::Stream& stream) { return queue(stream).timeline().done(); });
+  pybind11::class_<MirrorStore, c10d::Store, c10::intrusive_ptr<MirrorStore>>(m, "MirrorStore")
+      .def(pybind11::init([](int rank, int ranks) { return c10::make_intrusive<MirrorStore>(rank, ranks); }));
+  pybind11::class_<MirrorGroup, c10d::Backend, c10::intrusive_ptr<MirrorGroup>>(m, "MirrorGroup")
+      .def(pybind11::init<int, int, int>());
+}
+
 }  // namespace
 
 }  // namespace sim
@@ -51,8 +93,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     settings.bytes = bytes;
     settings.delays = delays;
     sim::register_hooks();
-    sim::register_symmetric_memory();
+    sim::Clock::is_on() ? sim::register_mirrored_memory() : sim::register_symmetric_memory();
   });
+  sim::bind_clock(m);
   m.def("launch_on_streams", &sim::launch_on_streams);
   pybind11::class_<sim::DeviceGroup, c10d::Backend, c10::intrusive_ptr<sim::DeviceGroup>>(m, "DeviceGroup")
       .def(pybind11::init<c10::intrusive_ptr<c10d::Backend>>());

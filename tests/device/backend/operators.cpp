@@ -21,6 +21,7 @@
 
 #include "generator.h"
 #include "memory.h"
+#include "operator_work.h"
 #include "streams.h"
 
 namespace sim {
@@ -126,7 +127,8 @@ void keep(const at::Tensor& tensor, int device) {
 // From a tensor of the host that nobody changes.
 void copy_later(const at::Tensor& from, const at::Tensor& to) {
   if (from.numel() == 0 || from.const_data_ptr() == to.const_data_ptr()) return;
-  enqueue(to.device().index(), "copy", [from, to = over(to)]() mutable { to.copy_(from); });
+  enqueue(to.device().index(), "copy", [from, to = over(to)]() mutable { to.copy_(from); },
+          {"copy from host", {static_cast<int64_t>(from.nbytes())}});
 }
 
 std::vector<at::Tensor> tensors_of(const IValue& value) {
@@ -224,6 +226,9 @@ void call_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
 // The operator runs on the stream, and the host waits for it to see the shapes of what it gives.
 void run_and_wait(const c10::OperatorHandle& op, Stack* stack, size_t count, int device) {
   HostWaits::count(op.schema().name());
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !Clock::is_on(), op.schema().name(),
+      " gives as much as the values say, and in virtual time no values are computed.");
   const auto arguments = torch::jit::last(*stack, count);
   const auto on_cpu = std::make_shared<Stack>();
   Views views;
@@ -325,6 +330,10 @@ void run_later(const c10::OperatorHandle& op, Stack* stack) {
     }
     results.push_back(changed(shapes[r], [&](const at::Tensor& shape) { return like(shape, device); }));
   }
+  if (Clock::is_on()) {
+    enqueue(device, schema.name(), [] {}, work_of(schema, arguments, results));
+    return give(stack, count, std::move(results));
+  }
   // Views of memory only now: what is written may have been moved.
   Views views;
   for (IValue& each : later) each = changed(each, [&](const at::Tensor& t) { return operand(t, views); });
@@ -410,6 +419,31 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
+// The host is given zeros for losses, norms and flags. Of integers it computes shapes, which would be wrong.
+void check_is_no_integer(const at::Tensor& tensor) {
+  const bool is_flag = tensor.scalar_type() == at::kByte || tensor.scalar_type() == at::kBool;
+  TORCH_CHECK_NOT_IMPLEMENTED(is_flag || !at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false),
+                              "The host reads integers of a device, shape ", tensor.sizes(),
+                              ", and in virtual time no values are computed; tell it what it asks for, as "
+                              "`rows` of an op.");
+}
+
+at::Tensor copy_in_virtual_time(const at::Tensor& self, const at::Tensor& dst, const char* name,
+                                bool goes_on) {
+  const bool is_inside = is_sim(self) && is_sim(dst);
+  const auto bytes = static_cast<int64_t>(self.numel() * (self.element_size() + dst.element_size()));
+  const int device = is_sim(self) ? self.device().index() : dst.device().index();
+  enqueue(device, name, [] {}, is_inside ? memory_work(bytes) : Work{name, {bytes / 2}});
+  if (dst.device().is_cpu()) {
+    check_is_no_integer(self);
+    dst.zero_();
+  }
+  if (is_inside || goes_on) return dst;
+  HostWaits::count(name);
+  current_queue(device).synchronize();
+  return dst;
+}
+
 // As cudaMemcpyAsync: the host goes on only where its memory is pinned and it asked not to wait.
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
   const Below below;
@@ -419,6 +453,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
   const c10::OptionalDeviceGuard guard(c10::Device(kSim, device));
   const bool goes_on = non_blocking && (!from_host || self.is_pinned()) && (!to_host || dst.is_pinned());
   const char* name = to_host ? "copy to host" : from_host ? "copy from host" : "copy";
+  if (Clock::is_on()) return copy_in_virtual_time(self, dst, name, goes_on || (from_host && non_blocking));
   if (from_host && !goes_on && non_blocking) {
     copy_later(self.clone(), dst);  // pageable memory is read before the call returns
   } else if (from_host || to_host) {
@@ -446,6 +481,10 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   const Below below;
   HostWaits::count("item");
   current_queue(self.device().index()).synchronize();
+  if (Clock::is_on()) {
+    check_is_no_integer(self);
+    return at::zeros({}, at::TensorOptions().dtype(self.scalar_type())).item();
+  }
   const OpenMemory open;
   return over(self).item();
 }

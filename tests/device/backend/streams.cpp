@@ -112,8 +112,8 @@ void reset_launches() {
   all.launches.clear();
 }
 
-Queue::Queue(int device, int64_t id) : device_(device), id_(id) {
-  std::thread([this] { work(); }).detach();
+Queue::Queue(int device, int64_t id) : device_(device), id_(id), timeline_(id) {
+  if (!Clock::is_on()) std::thread([this] { work(); }).detach();
 }
 
 void Queue::enqueue(Task task) {
@@ -122,6 +122,7 @@ void Queue::enqueue(Task task) {
     const std::lock_guard<std::mutex> lock(all.mutex);
     ++all.launches[task.name];
   }
+  if (Clock::is_on()) return timeline_.work(task.name, task.work);
   const std::lock_guard<std::mutex> lock(mutex_);
   tasks_.push_back(std::move(task));
   ++enqueued_;
@@ -129,6 +130,7 @@ void Queue::enqueue(Task task) {
 }
 
 bool Queue::is_empty() {
+  if (Clock::is_on()) return timeline_.done() <= Clock::instance().host();
   const std::lock_guard<std::mutex> lock(mutex_);
   return done_ == enqueued_;
 }
@@ -139,6 +141,7 @@ uint64_t Queue::enqueued() {
 }
 
 void Queue::drain() {
+  if (Clock::is_on()) return Clock::instance().host_until(timeline_.done());
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [&, until = enqueued_] { return done_ >= until; });
 }
@@ -187,7 +190,13 @@ std::shared_ptr<Event::Recording> Event::last() {
   return *last_;
 }
 
+bool Event::Recording::is_over() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return Clock::is_on() ? seconds <= Clock::instance().host() : has_happened;
+}
+
 void Event::Recording::wait() {
+  if (Clock::is_on()) return Clock::instance().host_until(seconds);
   std::unique_lock<std::mutex> lock(mutex);
   changed.wait(lock, [&] { return has_happened; });
 }
@@ -197,6 +206,12 @@ void Event::record(Queue& stream) {
   {
     const std::lock_guard<std::mutex> lock(*mutex_);
     *last_ = made;
+  }
+  if (Clock::is_on()) {
+    Clock::instance().call("event");
+    made->seconds = stream.timeline().done();
+    made->after = stream.timeline().last();
+    return;
   }
   stream.enqueue({"(record)", [made] {
                     const std::lock_guard<std::mutex> lock(made->mutex);
@@ -209,14 +224,13 @@ void Event::record(Queue& stream) {
 void Event::block(Queue& stream, bool may_drop) {
   const auto recording = last();
   if (recording == nullptr || (may_drop && Faults::drops())) return;
+  if (Clock::is_on()) return stream.timeline().until(recording->seconds, recording->after);
   stream.enqueue({"(wait)", [recording] { recording->wait(); }});
 }
 
 bool Event::has_happened() {
   const auto recording = last();
-  if (recording == nullptr) return true;
-  const std::lock_guard<std::mutex> lock(recording->mutex);
-  return recording->has_happened;
+  return recording == nullptr || recording->is_over();
 }
 
 void Event::synchronize() {
@@ -284,9 +298,9 @@ void synchronize_device(int device) {
   for (Queue* each : living) each->synchronize();
 }
 
-void enqueue(int device, std::string name, std::function<void()> run) {
+void enqueue(int device, std::string name, std::function<void()> run, Work work) {
   raise_if_broken();
-  current_queue(device).enqueue({std::move(name), std::move(run)});
+  current_queue(device).enqueue({std::move(name), std::move(run), std::move(work)});
 }
 
 }  // namespace sim

@@ -6,6 +6,8 @@
 //
 // The first operation that fails breaks the device, as on CUDA: what is queued behind it is dropped, events
 // are still recorded so that nothing hangs, and every later call of the host that waits or enqueues raises.
+//
+// In virtual time (clock.h) there are no threads, and nothing runs.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -21,6 +23,8 @@
 #include <optional>
 #include <string>
 #include <utility>
+
+#include "clock.h"
 
 namespace sim {
 
@@ -39,6 +43,7 @@ Settings& settings();
 struct Task {
   std::string name;  // "aten::mm"
   std::function<void()> run;
+  Work work = {};  // all that is done of it in virtual time
 };
 
 class Queue;
@@ -61,8 +66,10 @@ class Event {
     std::condition_variable changed;
     bool has_happened = false;
     double seconds = 0;
+    std::string after;  // in virtual time: what the stream did last
 
     void wait();
+    bool is_over();
   };
   std::shared_ptr<Recording> last();
 
@@ -83,6 +90,7 @@ class Queue {
   int device() const { return device_; }
   int64_t id() const { return id_; }
   uint64_t enqueued();
+  Timeline& timeline() { return timeline_; }
 
  private:
   void work();
@@ -93,6 +101,7 @@ class Queue {
   std::condition_variable changed_;
   std::deque<Task> tasks_;
   uint64_t enqueued_ = 0, done_ = 0;
+  Timeline timeline_;
 };
 
 int current_device();
@@ -107,7 +116,7 @@ c10::Stream pool_stream(int device, bool urgent);
 c10::Stream own_stream(int device);
 void synchronize_device(int device);
 // Puts it on the device's current stream.
-void enqueue(int device, std::string name, std::function<void()> run);
+void enqueue(int device, std::string name, std::function<void()> run, Work work = {});
 
 // Raises what broke the device, if something did.
 void raise_if_broken();

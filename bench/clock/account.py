@@ -1,0 +1,86 @@
+"""Where the seconds of a step went, from the spans of the computing stream.
+
+    step = computing + exposed + host
+
+exposed: the stream waited for rows or sums of other ranks, or for another stream, or did nothing but signal
+and sum. host: it had done all that it had been asked for. Spans have no holes, so the sum closes to rounding;
+`of_step` raises if it does not.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+Span = tuple[int, float, float, int, str, str]
+"""Stream, begin, end, how it was spent, what, where: tests/device/backend/clock.h."""
+WORK, WAIT, HOST = 0, 1, 2
+COMPUTING = 0
+"""The stream on which a rank computes: the default one."""
+OTHER_STREAM = "another stream"
+"""In place of an axis, where the stream waited for an event. Gradients and weights of ZeRO have a stream."""
+COMMUNICATING = ("await", "end_puts", "finish", "reduce")
+"""What the computing stream itself does for communication, without waiting."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """Seconds of one step of one rank, and what they were spent on."""
+
+    step: float
+    computing: Counter[tuple[str, str]]
+    """By kernel and place."""
+    communicating: Counter[tuple[str, str]]
+    """Signals and sums, by kernel and place. They are exposed too: one rank alone has none."""
+    waits: Counter[tuple[str, str, str]]
+    """By axis, what was waited for, and place."""
+    host: float
+
+    @property
+    def exposed(self) -> float:
+        return math.fsum(self.waits.values()) + math.fsum(self.communicating.values())
+
+
+def by(counted: Mapping[tuple[str, ...], float], field: int) -> Counter[str]:
+    """Returns the sums of what was counted by one field of its keys."""
+    found: Counter[str] = Counter()
+    for key, seconds in counted.items():
+        found[key[field]] += seconds
+    return found
+
+
+def of_step(spans: Iterable[Span], begin: float, end: float, axes: Mapping[str, str]) -> Account:
+    """Returns the account of the computing stream between two moments. axes: the axis of a group, by its
+    name. Raises ValueError if the spans do not cover the step, or one covers another."""
+    computing: Counter[tuple[str, str]] = Counter()
+    communicating: Counter[tuple[str, str]] = Counter()
+    waits: Counter[tuple[str, str, str]] = Counter()
+    host = covered = 0.0
+    for stream, first, last, spent, what, where in spans:
+        seconds = min(last, end) - max(first, begin)
+        if stream != COMPUTING or seconds <= 0:
+            continue
+        covered += seconds
+        if spent == WAIT:
+            waits[_axis(what, axes), _kind(what), where] += seconds
+        elif spent == HOST:
+            host += seconds
+        else:
+            (communicating if what in COMMUNICATING else computing)[what, where] += seconds
+    if not math.isclose(covered, end - begin, rel_tol=1e-9):
+        raise ValueError(f"The spans of the computing stream cover {covered} s of a step of {end - begin} s.")
+    return Account(end - begin, computing, communicating, waits, host)
+
+
+def _axis(what: str, axes: Mapping[str, str]) -> str:
+    """A wait's words end with its group: "rows of NAME/PROCESS.NUMBER/host0"."""
+    name = what.rpartition(" of ")[2]
+    matching = [group for group in axes if name == group or name.startswith(f"{group}/")]
+    return axes[max(matching, key=len)] if matching else OTHER_STREAM
+
+
+def _kind(what: str) -> str:
+    return re.sub(r" of \S+/.*", "", what)

@@ -1,0 +1,311 @@
+#include "mirrors.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
+
+#include <cstdlib>
+#include <cstring>
+#include <sys/mman.h>
+
+#include "memory.h"
+
+namespace sim {
+
+namespace {
+
+namespace symm = c10d::symmetric_memory;
+
+using Lock = std::lock_guard<std::mutex>;
+
+bool is_number(const std::string& part) {
+  return !part.empty() && part.size() < 8 && part.find_first_not_of("0123456789") == std::string::npos;
+}
+
+class Done : public c10d::Work {
+ public:
+  Done(int rank, c10d::OpType type, int device, std::optional<Event> ended)
+      : Work(rank, type), device_(device), ended_(std::move(ended)) {}
+
+  bool isCompleted() override { return !ended_ || ended_->has_happened(); }
+  bool isSuccess() const override { return true; }
+  void synchronize() override {
+    if (ended_) ended_->block(current_queue(device_), /*may_drop=*/false);
+  }
+  bool wait(std::chrono::milliseconds) override {
+    synchronize();
+    return true;
+  }
+  std::vector<at::Tensor> result() override { return {}; }
+
+ private:
+  const int device_;
+  std::optional<Event> ended_;
+};
+
+// The same memory for every rank.
+class MirroredMemory : public symm::SymmetricMemory {
+ public:
+  MirroredMemory(void* memory, size_t bytes, size_t pads_at, int rank, int ranks, c10::Device device)
+      : buffers_(ranks, memory),
+        pads_(ranks, static_cast<char*>(memory) + pads_at),
+        bytes_(bytes),
+        rank_(rank),
+        device_(device) {}
+
+  std::vector<void*> get_buffer_ptrs() override { return buffers_; }
+  std::vector<void*> get_signal_pad_ptrs() override { return pads_; }
+  void** get_buffer_ptrs_dev() override { return buffers_.data(); }
+  void** get_signal_pad_ptrs_dev() override { return pads_.data(); }
+  size_t get_buffer_size() override { return bytes_; }
+  size_t get_offset() override { return 0; }
+  bool has_multicast_support() override { return false; }
+  void* get_multicast_ptr() override { return nullptr; }
+  void barrier(int, size_t) override {}  // all come at the same time
+  void put_signal(int, int, size_t) override {}
+  void wait_signal(int, int, size_t) override {}
+  int get_rank() override { return rank_; }
+  int get_world_size() override { return static_cast<int>(buffers_.size()); }
+  c10::Device get_device() override { return device_; }
+  bool world_within_direct_access() override { return true; }
+
+ private:
+  std::vector<void*> buffers_, pads_;
+  const size_t bytes_;
+  const int rank_;
+  const c10::Device device_;
+};
+
+class MirroringAllocator : public symm::SymmetricMemoryAllocator {
+ public:
+  explicit MirroringAllocator(c10::DeviceType type) : type_(type) {}
+
+  void* alloc(size_t bytes, int device, const std::optional<std::string>&) override {
+    const size_t aligned = (bytes + 4095) / 4096 * 4096, mapped = aligned + symm::get_signal_pad_size();
+    const int access = type_ == kSim ? PROT_NONE : PROT_READ | PROT_WRITE;
+    void* memory = mmap(nullptr, mapped, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    TORCH_CHECK(memory != MAP_FAILED, "Symmetric memory of ", bytes,
+                " bytes cannot be mapped: ", std::strerror(errno));
+    if (type_ == kSim) add_device_memory(memory, mapped, device);
+    const Lock lock(mutex_);
+    own_[memory] = {bytes, aligned, mapped, std::max(device, 0)};
+    return memory;
+  }
+  void free(void* memory) override {
+    const Lock lock(mutex_);
+    const auto found = own_.find(memory);
+    if (found == own_.end()) return;
+    if (type_ == kSim) remove_device_memory(memory);
+    munmap(memory, found->second.mapped);
+    met_.erase(memory);
+    own_.erase(found);
+  }
+  size_t get_alloc_size(void* memory) override {
+    const Lock lock(mutex_);
+    return own_.at(memory).bytes;
+  }
+  c10::intrusive_ptr<symm::SymmetricMemory> rendezvous(void* memory,
+                                                       const std::optional<std::string>& group) override {
+    const auto met = c10d::resolve_process_group(group.value());
+    const Lock lock(mutex_);
+    const Own& own = own_.at(memory);
+    auto& found = met_[memory];
+    if (found.memory == nullptr) {
+      const c10::Device device = type_ == kSim ? c10::Device(kSim, own.device) : c10::Device(c10::kCPU);
+      found = {c10::make_intrusive<MirroredMemory>(memory, own.bytes, own.pads_at, met->getRank(),
+                                                   met->getSize(), device),
+               *group};
+    }
+    return found.memory;
+  }
+  bool has_multicast_support(int) override { return false; }
+  c10::DeviceType supported_device_type() override { return type_; }
+  std::string name() override { return "mirrors"; }
+
+  std::string group_of(void* memory) {
+    const Lock lock(mutex_);
+    const auto found = met_.find(memory);
+    return found == met_.end() ? "" : found->second.group;
+  }
+
+ private:
+  struct Own {
+    size_t bytes, pads_at, mapped;
+    int device;
+  };
+  struct Met {
+    c10::intrusive_ptr<symm::SymmetricMemory> memory;
+    std::string group;
+  };
+
+  const c10::DeviceType type_;
+  std::mutex mutex_;
+  std::map<void*, Own> own_;
+  std::map<void*, Met> met_;
+};
+
+c10::intrusive_ptr<MirroringAllocator>& device_memory() {
+  static auto* made =
+      new c10::intrusive_ptr<MirroringAllocator>(c10::make_intrusive<MirroringAllocator>(kSim));
+  return *made;
+}
+
+}  // namespace
+
+void register_mirrored_memory() {
+  symm::register_allocator(kSim, device_memory());
+  symm::register_allocator(c10::kCPU, c10::make_intrusive<MirroringAllocator>(c10::kCPU));
+}
+
+std::string group_of_memory(const void* memory) {
+  return device_memory()->group_of(const_cast<void*>(memory));
+}
+
+// ------------------------------------------------------------------------------------------------ the store
+
+const std::vector<uint8_t>* MirrorStore::find(const std::string& key) {
+  const auto at = [&](const std::string& wanted) {
+    const auto found = values_.find(wanted);
+    return found == values_.end() ? nullptr : &found->second;
+  };
+  if (const auto* found = at(key)) return found;
+  for (size_t begin = key.size(); begin > 0;) {  // the last number first
+    const size_t slash = key.rfind('/', begin - 1);
+    const size_t from = slash == std::string::npos ? 0 : slash + 1;
+    const size_t end = std::min(key.find('/', from), key.size());
+    const std::string part = key.substr(from, end - from);
+    if (is_number(part) && std::stoi(part) != rank_ && std::stoi(part) < ranks_) {
+      if (const auto* found = at(key.substr(0, from) + std::to_string(rank_) + key.substr(end))) return found;
+    }
+    begin = slash == std::string::npos ? 0 : slash;
+  }
+  return nullptr;
+}
+
+c10::intrusive_ptr<c10d::Store> MirrorStore::clone() {
+  return c10::intrusive_ptr<c10d::Store>::reclaim_copy(this);
+}
+
+void MirrorStore::set(const std::string& key, const std::vector<uint8_t>& value) {
+  const Lock lock(mutex_);
+  values_[key] = value;
+}
+
+std::vector<uint8_t> MirrorStore::compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                             const std::vector<uint8_t>& desired) {
+  const Lock lock(mutex_);
+  const auto found = values_.find(key);
+  if (found == values_.end() ? expected.empty() : found->second == expected) return values_[key] = desired;
+  return found == values_.end() ? expected : found->second;
+}
+
+std::vector<uint8_t> MirrorStore::get(const std::string& key) {
+  const Lock lock(mutex_);
+  const auto* found = find(key);
+  TORCH_CHECK(found != nullptr,
+              "The one rank that stands for all has not said what a peer would have said under '", key,
+              "'; ranks that differ cannot be mirrored.");
+  return *found;
+}
+
+int64_t MirrorStore::add(const std::string& key, int64_t value) {
+  const Lock lock(mutex_);
+  auto& bytes = values_[key];
+  const int64_t sum = (bytes.empty() ? 0 : std::stoll(std::string(bytes.begin(), bytes.end()))) + value;
+  const std::string text = std::to_string(sum);
+  bytes.assign(text.begin(), text.end());
+  return sum;
+}
+
+bool MirrorStore::deleteKey(const std::string& key) {
+  const Lock lock(mutex_);
+  return values_.erase(key) > 0;
+}
+
+bool MirrorStore::check(const std::vector<std::string>& keys) {
+  const Lock lock(mutex_);
+  for (const std::string& key : keys) {
+    if (find(key) == nullptr) return false;
+  }
+  return true;
+}
+
+int64_t MirrorStore::getNumKeys() {
+  const Lock lock(mutex_);
+  return static_cast<int64_t>(values_.size());
+}
+
+void MirrorStore::wait(const std::vector<std::string>& keys) {
+  for (const std::string& key : keys) get(key);
+}
+
+void MirrorStore::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds&) {
+  wait(keys);
+}
+
+// ------------------------------------------------------------------------------------------------ the group
+
+c10::intrusive_ptr<c10d::Work> MirrorGroup::put(c10d::OpType type, const char* what, const at::Tensor& tensor,
+                                                bool is_async, const std::function<void()>& on_host) {
+  if (tensor.device().is_cpu()) {
+    on_host();
+    return c10::make_intrusive<Done>(getRank(), type, 0, std::nullopt);
+  }
+  const int device = tensor.device().index();
+  Queue* on = &current_queue(device);
+  if (is_async) {
+    const Lock lock(mutex_);
+    const auto found = streams_.try_emplace(device, own_stream(device)).first;
+    Event before;
+    before.record(*on);
+    on = &queue(found->second);
+    before.block(*on, /*may_drop=*/false);
+  }
+  on->enqueue({std::string(what) + " of " + getGroupUid(),
+               [] {},
+               {what, {static_cast<int64_t>(tensor.nbytes()), getSize(), inner_}}});
+  Event ended;
+  ended.record(*on);
+  return c10::make_intrusive<Done>(getRank(), type, device, ended);
+}
+
+c10::intrusive_ptr<c10d::Work> MirrorGroup::broadcast(std::vector<at::Tensor>& tensors,
+                                                      const c10d::BroadcastOptions& options) {
+  return put(c10d::OpType::BROADCAST, "broadcast", tensors.at(0), options.asyncOp, [] {});
+}
+
+c10::intrusive_ptr<c10d::Work> MirrorGroup::allreduce(std::vector<at::Tensor>& tensors,
+                                                      const c10d::AllreduceOptions& options) {
+  return put(c10d::OpType::ALLREDUCE, "all_reduce", tensors.at(0), options.asyncOp, [&] {
+    if (options.reduceOp.op_ == c10d::ReduceOp::SUM) tensors.at(0).mul_(getSize());
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> MirrorGroup::allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                                      std::vector<at::Tensor>& inputs,
+                                                      const c10d::AllgatherOptions& options) {
+  return put(c10d::OpType::ALLGATHER, "all_gather", inputs.at(0), options.asyncOp, [&] {
+    for (at::Tensor& each : outputs.at(0)) each.copy_(inputs.at(0));
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> MirrorGroup::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                            const c10d::AllgatherOptions& options) {
+  return put(c10d::OpType::_ALLGATHER_BASE, "all_gather", input, options.asyncOp,
+             [&] { output.view({getSize(), -1}).copy_(input.reshape({1, -1}).expand({getSize(), -1})); });
+}
+
+c10::intrusive_ptr<c10d::Work> MirrorGroup::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                                 const c10d::ReduceScatterOptions& options) {
+  return put(c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", output, options.asyncOp, [&] {
+    output.copy_(input.reshape({getSize(), -1}).select(0, getRank()).view(output.sizes()));
+    if (options.reduceOp.op_ == c10d::ReduceOp::SUM) output.mul_(getSize());
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> MirrorGroup::barrier(const c10d::BarrierOptions&) {
+  return c10::make_intrusive<Done>(getRank(), c10d::OpType::BARRIER, 0, std::nullopt);
+}
+
+}  // namespace sim

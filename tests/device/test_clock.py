@@ -1,0 +1,270 @@
+"""bench/clock: virtual time follows the order of streams, events and links; a step's account closes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pyruntime
+from bench.clock import account, machine, mirrors, simulate
+from bench.clock.mirrors import mirrored
+from pyruntime.cli import train as cli
+
+CALL, WORK, EVENT = 1.0, 10.0, 0.25
+
+
+def of_round_numbers(kind: str, sizes: list[int]) -> float:
+    """A machine on which every launch takes 10 seconds, and a transfer one for each byte."""
+    return {"call": CALL, "event": EVENT, "memory": WORK}.get(kind) or float(sizes[0])
+
+
+def in_virtual_time(group, program: str) -> object:
+    core = mirrors.begin(of_round_numbers, 2**30)
+    core.keep_spans(True)
+    return globals()[program](core)
+
+
+def of_four_ranks(group, program: str) -> object:
+    """A machine whose host takes no time, and whose only work are GEMMs of 4 seconds and transfers of 7,
+    which arrive 2 seconds later."""
+    seconds = {"gemm": 4.0, "put": 7.0, "store": 7.0, "latency inside a host": 2.0, "multiprocessors": 132.0}
+    core = mirrors.begin(lambda kind, sizes: seconds.get(kind, 0.0), 2**30)
+    with mirrored({"tp": 4}) as runtime:
+        run = globals()[program]
+        run(runtime.tp)  # makes the workspace
+        torch.accelerator.synchronize()
+        begun = core.host_time()
+        core.keep_spans(True)
+        run(runtime.tp)
+        spans = [each for each in core.take_spans() if each[0] == account.COMPUTING]
+    return [
+        (begin - begun, end - begun, how, what.partition(" of ")[0]) for _, begin, end, how, what, _ in spans
+    ]
+
+
+def gather(group) -> None:
+    x, weight = torch.empty(2, 8, device="sim"), torch.empty(16, 8, device="sim")
+    pyruntime.all_gather_matmul(x, weight, group, rows=8)
+
+
+def scatter(group) -> None:
+    x, weight = torch.empty(8, 8, device="sim"), torch.empty(16, 8, device="sim")
+    pyruntime.matmul_reduce_scatter(x, weight, group)
+
+
+def two_streams(core):
+    first, second = torch.Stream("sim:0"), torch.Stream("sim:0")
+    x = torch.empty(8, device="sim")
+    with first:
+        x.zero_()  # asked at 1, done at 11
+        x.zero_()  # asked at 2, done at 21
+        event = first.record_event()  # asked at 2.25
+    with second:
+        second.wait_event(event)  # asked at 2.5, until 21
+        x.zero_()  # asked at 3.5, done at 31
+    before = core.host_time()
+    second.synchronize()
+    spans = [
+        (stream == second.stream_id, begin, end, how) for stream, begin, end, how, *_ in core.take_spans()
+    ]
+    return before, core.host_time(), spans
+
+
+def one_link(core):
+    first, second = torch.Stream("sim:0"), torch.Stream("sim:0")
+    return core.transfer(first, 100), core.transfer(second, 50), core.transfer(first, 10)
+
+
+def the_host(core):
+    x = torch.empty(8, device="sim")
+    x.zero_()
+    value = x[0].item()  # the host waits until 11
+    x.zero_()
+    return value, core.host_time(), [(begin, end, how) for _, begin, end, how, *_ in core.take_spans()]
+
+
+def values(core):
+    refused = []
+    for read in (torch.Tensor.nonzero, lambda x: x.long().tolist()):
+        try:
+            read(torch.empty(8, device="sim"))
+        except NotImplementedError as error:
+            refused.append(str(error))
+    return refused
+
+
+def fused_gather(group) -> None:
+    x, weight = (torch.empty(rows, 8, device="sim", dtype=torch.bfloat16) for rows in (2, 16))
+    pyruntime.all_gather_matmul(x, weight, group, rows=8, tier="fused")
+
+
+def fused_scatter(group) -> None:
+    x, weight = (torch.empty(rows, 8, device="sim", dtype=torch.bfloat16) for rows in (8, 16))
+    pyruntime.matmul_reduce_scatter(x, weight, group, tier="fused")
+
+
+def run(ranks, program: str, within=in_virtual_time) -> object:
+    (outcome,) = ranks.launch(within, 1, program, init=False)
+    assert outcome.error is None, outcome.error
+    return outcome.value
+
+
+@pytest.mark.usefixtures("simulated")
+class TestPrograms:
+    def test_a_stream_that_waits_for_an_event_goes_on_after_it(self, ranks):
+        before, after, spans = run(ranks, "two_streams")
+        assert before == 3.5
+        assert after == 31.0
+        assert spans == [
+            (False, 0.0, 1.0, account.HOST),
+            (False, 1.0, 11.0, account.WORK),
+            (False, 11.0, 21.0, account.WORK),
+            (True, 0.0, 2.5, account.HOST),
+            (True, 2.5, 21.0, account.WAIT),
+            (True, 21.0, 31.0, account.WORK),
+        ]
+
+    def test_a_link_carries_one_transfer_at_a_time(self, ranks):
+        # Asked at 1, 2 and 3: the second waits for the link, the third for its own stream and for the link.
+        assert run(ranks, "one_link") == (101.0, 151.0, 161.0)
+
+    def test_the_host_that_waits_for_a_value_gets_a_zero_and_leaves_the_device_idle(self, ranks):
+        value, host, spans = run(ranks, "the_host")
+        assert value == 0.0
+        assert host == 12.0
+        assert spans == [(0.0, 1.0, account.HOST), (1.0, 11.0, account.WORK), (11.0, 12.0, account.HOST),
+                         (12.0, 22.0, account.WORK)]  # fmt: skip
+
+    def test_what_depends_on_values_is_refused(self, ranks):
+        shapes, integers = run(ranks, "values")
+        assert "nonzero gives as much as the values say, and in virtual time" in shapes
+        assert "The host reads integers of a device, shape [8], and in virtual time" in integers
+
+    def test_rows_are_multiplied_as_they_arrive(self, ranks):
+        # Three puts end at 7, 14 and 21, and the peers' rows are here 2 seconds later.
+        waits = [(4.0, 9.0), (13.0, 16.0), (20.0, 23.0)]
+        work = [(0.0, 4.0), (9.0, 13.0), (16.0, 20.0), (23.0, 27.0)]
+        found = run(ranks, "gather", of_four_ranks)
+        assert [(begin, end) for begin, end, how, _ in found if how == account.WAIT] == waits
+        assert [(begin, end) for begin, end, _, what in found if what == "aten::mm"] == work
+        assert {what for _, _, how, what in found if how == account.WAIT} == {"rows"}
+
+    def test_parts_leave_as_they_are_multiplied(self, ranks):
+        # Parts are ready at 4, 8 and 12 and leave until 11, 18 and 25; the rank's own are ready at 16.
+        found = run(ranks, "scatter", of_four_ranks)
+        assert [(begin, end) for begin, end, _, what in found if what == "aten::mm"] == [
+            (0.0, 4.0), (4.0, 8.0), (8.0, 12.0), (12.0, 16.0)
+        ]  # fmt: skip
+        waits = [(begin, end) for begin, end, how, _ in found if how == account.WAIT]
+        assert (waits[0][0], waits[-1][1]) == (16.0, 27.0)
+
+    def test_a_fused_kernel_waits_for_rows_itself(self, ranks):
+        # A quarter of its 4 seconds for each rank's rows.
+        found = run(ranks, "fused_gather", of_four_ranks)
+        assert [(begin, end, how) for begin, end, how, _ in found] == [
+            (0.0, 1.0, account.WORK), (1.0, 9.0, account.WAIT), (9.0, 10.0, account.WORK),
+            (10.0, 16.0, account.WAIT), (16.0, 17.0, account.WORK), (17.0, 23.0, account.WAIT),
+            (23.0, 24.0, account.WORK),
+        ]  # fmt: skip
+
+    def test_a_fused_kernel_sends_parts_itself(self, ranks):
+        # Parts are ready at 1, 2 and 3 and leave until 8, 15 and 22; its own are ready at 4.
+        found = run(ranks, "fused_scatter", of_four_ranks)
+        work = [(begin, end) for begin, end, how, _ in found if how == account.WORK]
+        assert work == [(0.0, 1.0), (1.0, 2.0), (2.0, 3.0), (3.0, 4.0)]
+        assert found[-1][:3] == (4.0, 24.0, account.WAIT)
+
+
+FLAGS = ["--config", "tiny", "--train.batch_size", "4", "--train.micro_batch_size", "2"]
+
+
+def a_step(group, flags: list[str], gpus: int) -> simulate.Simulated:
+    config, _ = cli.read([*FLAGS, *flags], gpus)
+    return simulate.simulate(config, machine.find("h100"), gpus)
+
+
+def simulated_step(ranks, *flags: str, gpus: int = 2) -> simulate.Simulated:
+    (outcome,) = ranks.launch(a_step, 1, list(flags), gpus, init=False, timeout=120.0)
+    assert outcome.error is None, outcome.error
+    return outcome.value
+
+
+def refused_step(ranks, *flags: str, gpus: int) -> str:
+    (outcome,) = ranks.launch(a_step, 1, list(flags), gpus, init=False, timeout=120.0)
+    return str(outcome.error)
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_step_of_the_trainer_closes_and_is_the_same_in_every_run(ranks):
+    one, again = (simulated_step(ranks, "--parallel.tp", "2") for _ in range(2))
+    assert one.record() == again.record()
+    parts = sum(one.account.computing.values()), one.account.exposed, one.account.host
+    assert sum(parts) == pytest.approx(one.account.step, rel=1e-9)
+    assert min(parts) > 0
+    assert one.memory_bytes > one.workspace_bytes > 0
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_step_of_zero_3_waits_for_another_stream_or_not_at_all(ranks):
+    found = simulated_step(ranks, "--parallel.tp", "1", "--parallel.dp", "2", "--parallel.zero", "3")
+    assert account.by(found.account.waits, 0).keys() <= {account.OTHER_STREAM, "dp"}
+    assert found.account.exposed > 0
+    assert found.workspace_bytes > 0
+
+
+@pytest.mark.usefixtures("simulated")
+def test_meshes_that_one_rank_cannot_stand_for_are_refused(ranks):
+    alone = "--parallel.tp", "1"
+    assert "cp=2 has no model in virtual time" in refused_step(ranks, *alone, "--parallel.cp", "2", gpus=2)
+    many = "--parallel.dp", "16", "--train.batch_size", "32"
+    assert "16 GPUs are more than the 8 of one host" in refused_step(ranks, *alone, *many, gpus=16)
+    assert "parallel.tp=1" in refused_step(ranks, *alone, gpus=2)
+
+
+def test_a_step_is_what_its_spans_are():
+    spans = [
+        (0, 0.0, 4.0, account.WORK, "aten::mm", "layers.*.w"),
+        (0, 4.0, 5.0, account.WAIT, "rows of 7/1.1/host0", "layers.*.w: all_gather_matmul"),
+        (0, 5.0, 5.5, account.WORK, "await", ""),
+        (0, 5.5, 9.0, account.HOST, "the host", ""),
+        (3, 0.0, 9.0, account.WORK, "aten::mm", "on another stream"),
+        (0, 9.0, 12.0, account.WORK, "aten::mm", "after the step"),
+    ]
+    found = account.of_step(spans, 1.0, 9.0, {"7": "tp"})
+    assert (found.step, found.exposed, found.host) == (8.0, 1.5, 3.5)
+    assert found.computing == {("aten::mm", "layers.*.w"): 3.0}
+    assert found.waits == {("tp", "rows", "layers.*.w: all_gather_matmul"): 1.0}
+
+
+def test_spans_with_holes_are_no_account():
+    spans = [(0, 0.0, 1.0, account.WORK, "a", ""), (0, 2.0, 3.0, account.WORK, "b", "")]
+    with pytest.raises(ValueError, match=r"cover 2\.0 s of a step of 3\.0 s"):
+        account.of_step(spans, 0.0, 3.0, {})
+
+
+def test_a_large_gemm_reaches_the_efficiency_of_the_cluster():
+    h100 = machine.find("h100")
+    n = machine.LARGE
+    reached = 2 * n**3 / h100.gemm(n, n, n) / h100.cluster.peak_flops
+    assert reached == pytest.approx(h100.cluster.efficiency, rel=0.01)
+
+
+def test_gemms_that_fill_fewer_multiprocessors_are_slower():
+    h100 = machine.find("h100")
+
+    def rate(m: int, n: int, k: int) -> float:
+        return m * n * k / h100.gemm(m, n, k)
+
+    assert rate(1024, 768, 4096) < 0.6 * rate(8192, 768, 4096)
+    assert rate(8192, 768, 4096) < 0.8 * rate(8192, 4096, 4096)
+    assert h100.gemm(8192, 768, 4096) < 8 * h100.gemm(1024, 768, 4096)
+    # 12 x 11 tiles of 128 x 256 are one wave; one column more is a second.
+    assert h100.gemm(1536, 2816 + 1, 8192) > 1.2 * h100.gemm(1536, 2816, 8192)
+
+
+def test_work_without_a_model_is_refused():
+    h100 = machine.find("h100")
+    with pytest.raises(ValueError, match=r"'teleport' has no model on h100; models: call, event"):
+        h100.seconds("teleport", [1])
+    with pytest.raises(ValueError, match=r"There is no machine 'b200'; there are: h100"):
+        machine.find("b200")
