@@ -122,9 +122,9 @@ def simulate(config: RunConfig, machine: Machine, gpus: int) -> Simulated:
         return _simulated(job, account, machine, gpus, time.monotonic() - began)
 
 
-def _check(mesh: dict[str, int], machine: Machine) -> None:
+def _check(mesh: dict[str, int | None], machine: Machine) -> None:
     for name, size in mesh.items():
-        if size > 1 and name not in AXES:
+        if (size or 1) > 1 and name not in AXES:
             raise ValueError(f"{name}={size} has no model in virtual time yet; use {name}=1.")
     ranks = math.prod(mesh.values())
     if ranks > machine.cluster.gpus_per_node:
