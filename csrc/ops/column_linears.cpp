@@ -208,8 +208,7 @@ struct ColumnLinear : Function<ColumnLinear> {
       return call.forward();
     }();
     const at::TensorList weights = inputs.slice(1, call.has_bias.size());
-    variable_list saved{
-        saved_input(call.keep_gathered ? saved_output(outputs.back()) : inputs[0], weights)};
+    variable_list saved{saved_input(call.keep_gathered ? saved_output(outputs.back()) : inputs[0], weights)};
     if (call.keep_gathered && !call.return_gathered) outputs.pop_back();
     saved.insert(saved.end(), weights.begin(), weights.end());
     ctx->save_for_backward(saved);
@@ -312,9 +311,9 @@ Tensors all_gather_matmul_autograd(const at::Tensor& x, at::TensorList weights,
                                    c10::string_view tier, c10::string_view sums, c10::string_view wire) {
   // On one host gathering again costs next to nothing; over a network it costs a transfer. Only the gradient
   // of a weight reads the gathered x.
-  const bool keep = std::ranges::any_of(weights, [](const auto& each) { return each.requires_grad(); }) &&
-                    (keep_gathered.has_value() ? *keep_gathered
-                                               : Group::get(std::string(group)).crosses_hosts(x.device()));
+  const bool keep =
+      std::ranges::any_of(weights, [](const auto& each) { return each.requires_grad(); }) &&
+      (keep_gathered.has_value() ? *keep_gathered : Group::get(std::string(group)).crosses_hosts(x.device()));
   const auto forward = [&] {
     return Operator<all_gather_matmul>::call(x, weights, biases, group, dim, rows, keep || return_gathered,
                                              false, tier, sums, wire);

@@ -237,7 +237,8 @@ def frozen_linears_keep_no_input(group) -> None:
                 x = my_rows(x, group, dim)
             x.requires_grad_()
             pack: list[torch.Tensor] = []
-            with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=pack: kept.append(t) or t, lambda t: t):
+            keep = lambda t, kept=pack: kept.append(t) or t  # noqa: E731
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
                 y = layer(x * 1)
             kept = kept_for_the_backward(pack, layer.weight)
             assert kept >= x.nbytes if trains else kept <= 64, (cls, options, kept)
