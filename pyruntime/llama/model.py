@@ -269,7 +269,8 @@ class Llama(nn.Module):
         """Returns how many rows' logits are in memory at once for a loss of so many rows; 0: all."""
         if torch.compiler.is_compiling() or self.group.y is not None:
             return 0
-        return chunk_rows(rows, self.config.vocab_size // self.group.size * element_size)
+        ranks = self.group.size
+        return chunk_rows(rows, self.config.vocab_size // ranks * element_size, ranks)
 
     def _chunked_loss(self, x: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
         head = self.head
