@@ -269,8 +269,7 @@ class Llama(nn.Module):
         """Returns how many rows' logits are in memory at once for a loss of so many rows; 0: all."""
         if torch.compiler.is_compiling() or self.group.y is not None:
             return 0
-        ranks = self.group.size
-        return chunk_rows(rows, self.config.vocab_size // ranks * element_size, ranks)
+        return chunk_rows(rows, self.config.vocab_size // self.group.size * element_size)
 
     def _chunked_loss(self, x: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
         head = self.head

@@ -16,20 +16,19 @@ CHUNK_ROWS = 512
 """Rows that are multiplied together at least: each chunk reads the weight and dW once more."""
 CHUNKS = 16
 """Chunks at most."""
-LEAST_LOGITS, LEAST_OF_SEVERAL = 1 << 27, 1 << 30
-"""Bytes of a rank's logits from which the trainer computes its loss by chunks: of a rank by itself, and of
-several, which exchange statistics in every chunk."""
+LEAST_LOGITS = 1 << 29
+"""Bytes of a rank's logits from which the trainer computes its loss by chunks. With fewer, the time that
+chunks cost matters more than memory."""
 
 _ROWS_OF_DW = 2048
 """Rows of dW that are scaled and rounded together, without a copy of all."""
 
 
-def chunk_rows(rows: int, row_bytes: int, ranks: int) -> int:
+def chunk_rows(rows: int, row_bytes: int) -> int:
     """Returns by how many rows the trainer computes the loss of so many rows of all ranks, whose logits take
     `row_bytes` bytes each on a rank; 0: not by chunks."""
     many = max(CHUNK_ROWS, -(-rows // CHUNKS))
-    least = LEAST_LOGITS if ranks == 1 else LEAST_OF_SEVERAL
-    return many if rows > many and rows * row_bytes >= least else 0
+    return many if rows > many and rows * row_bytes >= LEAST_LOGITS else 0
 
 
 def linear_cross_entropy(

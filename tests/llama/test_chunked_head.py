@@ -15,16 +15,15 @@ from tests.llama.cases import CASES, full_tensors
 from tests.llama.test_adapters import full, with_effect
 from tests.train import jobs
 
-SOME_ROWS = {"LEAST_LOGITS": 0, "LEAST_OF_SEVERAL": 0, "CHUNK_ROWS": 6, "CHUNKS": 100}
+SOME_ROWS = {"LEAST_LOGITS": 0, "CHUNK_ROWS": 6, "CHUNKS": 100}
 Q = LoRA(5, 12.0, ("q_proj",))
 
 
 def test_large_logits_are_computed_by_chunks():
-    assert chunked_head.chunk_rows(4096, 2 * 16_000, 1) == 0
-    assert chunked_head.chunk_rows(4096, 4 * 16_000, 1) == 512
-    assert chunked_head.chunk_rows(4096, 4 * 16_000, 2) == 0
-    assert chunked_head.chunk_rows(32_768, 2 * 64_128, 2) == 2048
-    assert chunked_head.chunk_rows(512, 1 << 30, 1) == 0  # one chunk would be all
+    assert chunked_head.chunk_rows(4096, 2 * 32_000) == 0
+    assert chunked_head.chunk_rows(4096, 2 * 128_256) == 512
+    assert chunked_head.chunk_rows(32_768, 2 * 64_128) == 2048
+    assert chunked_head.chunk_rows(512, 1 << 30) == 0  # one chunk would be all
 
 
 def losses_and_gradients(group, case: str, chunked: bool, lora: LoRA | None, options: dict):
