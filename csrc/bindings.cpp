@@ -47,6 +47,7 @@ TORCH_LIBRARY(pyruntime, library) {
   pyruntime::register_sliced_linears(library);
   pyruntime::register_collectives(library);
   pyruntime::register_linear(library);
+  pyruntime::register_linear_cross_entropy(library);
   pyruntime::register_device_adamw(library);
   pyruntime::register_device_layers(library);
   pyruntime::register_experts(library);

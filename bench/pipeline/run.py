@@ -118,9 +118,9 @@ def stages_of(shape: Shape, schedule: Schedule, rank: int, dtype: torch.dtype) -
 
 
 def loss_of(stages: dict[int, LlamaStage], labels: Sequence[Tensor]) -> Loss:
-    def loss(logits: Tensor, micro_batch: int, _: int) -> Tensor:
+    def loss(x: Tensor, micro_batch: int, _: int) -> Tensor:
         (last,) = (stage for stage in stages.values() if stage.is_last)
-        return last.loss(logits, labels[micro_batch])
+        return last.loss(x, labels[micro_batch])
 
     return loss
 

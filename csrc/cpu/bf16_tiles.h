@@ -175,6 +175,7 @@ struct Strip {
   int64_t columns;  // columns of the panel that exist in out
   const Bf16* bias;
   Bf16* out;
+  float* wide;  // instead of `out`: the sums themselves, continued from what is there if `accumulate`
   int64_t out_row;
   bool accumulate;
   // Between the parts of a cut depth the rows' sums are stored in `sums`, [rows, kPanel].
@@ -187,19 +188,29 @@ PYRUNTIME_TARGET_INLINE __m512 load(const Bf16* from, __mmask16 mask) {
       _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));
 }
 
+// Which of a vector's columns exist.
+PYRUNTIME_TARGET_INLINE __mmask16 columns_of(const Strip& strip, int vector) {
+  const int64_t columns = std::clamp<int64_t>(strip.columns - vector * kLanes, 0, kLanes);
+  return static_cast<__mmask16>((1U << columns) - 1);
+}
+
 template <int Rows>
 PYRUNTIME_TARGET void multiply_rows(const Strip& strip) {
   __m512 sum[Rows][kVectors];
+  const bool continues = strip.is_first && strip.wide != nullptr && strip.accumulate;
 #pragma GCC unroll 6
   for (int i = 0; i < Rows; ++i) {
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) {
       sum[i][j] =
           strip.is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(strip.sums + i * kPanel + j * kLanes);
+      if (continues) {
+        sum[i][j] = _mm512_maskz_loadu_ps(columns_of(strip, j), strip.wide + i * strip.out_row + j * kLanes);
+      }
     }
   }
   // Rows of out also lie pages apart.
-  if (strip.is_last) {
+  if (strip.is_last && strip.wide == nullptr) {
 #pragma GCC unroll 6
     for (int i = 0; i < Rows; ++i) {
       __builtin_prefetch(strip.out + i * strip.out_row, 1);
@@ -247,8 +258,14 @@ PYRUNTIME_TARGET void multiply_rows(const Strip& strip) {
   }
 #pragma GCC unroll 4
   for (int j = 0; j < kVectors; ++j) {
-    const int64_t columns = std::clamp<int64_t>(strip.columns - j * kLanes, 0, kLanes);
-    const auto mask = static_cast<__mmask16>((1U << columns) - 1);
+    const __mmask16 mask = columns_of(strip, j);
+    if (strip.wide != nullptr) {
+#pragma GCC unroll 6
+      for (int i = 0; i < Rows; ++i) {
+        _mm512_mask_storeu_ps(strip.wide + i * strip.out_row + j * kLanes, mask, sum[i][j]);
+      }
+      continue;
+    }
     const __m512 bias = strip.bias != nullptr ? load(strip.bias + j * kLanes, mask) : _mm512_setzero_ps();
 #pragma GCC unroll 6
     for (int i = 0; i < Rows; ++i) {

@@ -31,8 +31,8 @@ bool has_instructions() {
   return found;
 }
 
-void check_out(const at::Tensor& out, int64_t width) {
-  TORCH_INTERNAL_ASSERT(out.dim() == 2 && out.size(1) == width && out.scalar_type() == at::kBFloat16 &&
+void check_out(const at::Tensor& out, int64_t width, at::ScalarType dtype = at::kBFloat16) {
+  TORCH_INTERNAL_ASSERT(out.dim() == 2 && out.size(1) == width && out.scalar_type() == dtype &&
                         (out.stride(1) == 1 || width <= 1));
 }
 
@@ -158,7 +158,7 @@ void PackedMatrix::multiply(const at::Tensor& out, const at::Tensor& a, const at
       multiply_some(static_cast<int>(count),
                     {left + row * a_row + pair, a_row, 1, std::min(pairs, whole - pair),
                      is_last && depth_ % 2 == 1, right + pair * kPanel, std::min(kPanel, width_ - column),
-                     adds != nullptr ? adds + column : nullptr, to + row * out.stride(0) + column,
+                     adds != nullptr ? adds + column : nullptr, to + row * out.stride(0) + column, nullptr,
                      out.stride(0), accumulate, pair == 0, is_last, sums + at * kPanel});
     });
   });
@@ -168,8 +168,10 @@ void PackedMatrix::multiply_transposed(const at::Tensor& out, const PackedColumn
                                        bool accumulate) const {
   const int64_t rows = out.size(0);
   TORCH_INTERNAL_ASSERT(a.depth_ == depth_ && first + rows <= a.width_);
-  check_out(out, width_);
-  Bf16* to = out.data_ptr<Bf16>();
+  const bool is_wide = out.scalar_type() == at::kFloat;
+  check_out(out, width_, is_wide ? at::kFloat : at::kBFloat16);
+  Bf16* to = is_wide ? nullptr : out.data_ptr<Bf16>();
+  float* wide = is_wide ? out.data_ptr<float>() : nullptr;
   const TileOrder& order = a.order_;
   for_panels(rows, order.group, [&](int64_t index, int64_t begin, int64_t end) {
     const int64_t column = index * kPanel;
@@ -177,12 +179,13 @@ void PackedMatrix::multiply_transposed(const at::Tensor& out, const PackedColumn
     alignas(64) float sums[kMostRows * kPanel];
     order.for_tiles(
         begin, end, first, [&](int64_t row, int64_t count, int64_t pair, int64_t pairs, int64_t at) {
+          const int64_t place = row * out.stride(0) + column;
           // An odd k is padded with a zero in both operands.
-          multiply_some(
-              static_cast<int>(count),
-              {a.at(first + row, pair, pairs), 1, kRows, pairs, false, right + pair * kPanel,
-               std::min(kPanel, width_ - column), nullptr, to + row * out.stride(0) + column, out.stride(0),
-               accumulate, pair == 0, pair + pairs == order.pairs, sums + at * kPanel});
+          multiply_some(static_cast<int>(count),
+                        {a.at(first + row, pair, pairs), 1, kRows, pairs, false, right + pair * kPanel,
+                         std::min(kPanel, width_ - column), nullptr, is_wide ? nullptr : to + place,
+                         is_wide ? wide + place : nullptr, out.stride(0), accumulate, pair == 0,
+                         pair + pairs == order.pairs, sums + at * kPanel});
         });
   });
 }

@@ -45,6 +45,8 @@ class PackedMatrix {
   // out = a @ b [+ bias], or out += a @ b. a [m, k] and out [m, n] have contiguous rows; bias [n].
   void multiply(const at::Tensor& out, const at::Tensor& a, const at::Tensor& bias, bool accumulate) const;
   // out = a^T @ b, or out += a^T @ b, for the columns of a [k, m] from `first` on, one a row of out [*, n].
+  // In an fp32 out the sums are not rounded: products of the parts of a matrix, cut after even rows, add up
+  // to the bits of the whole.
   void multiply_transposed(const at::Tensor& out, const PackedColumns& a, int64_t first,
                            bool accumulate) const;
 

@@ -3,6 +3,7 @@
 #include <ATen/TensorOperators.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <functional>
 #include <optional>
@@ -83,7 +84,7 @@ Tensors all_gather_matmul_backward(at::TensorList grads, const at::Tensor& x_giv
                                    at::TensorList weights, c10::string_view group, int64_t dim, bool need_dx,
                                    bool need_dw, c10::string_view tier, c10::string_view sums,
                                    c10::string_view wire) {
-  const Operand x = Operand::of(x_given, dim, "x");
+  const Operand x = need_dw ? Operand::of(x_given, dim, "x") : Operand::form_of(x_given, dim, "x");
   std::vector<Operand> dy;
   for (const at::Tensor& grad : grads) dy.push_back(Operand::of(grad, dim, "grad"));
   const Operand& rows = dy.front();
@@ -157,7 +158,9 @@ Tensors replicated_matmul(const at::Tensor& x, at::TensorList weights,
 Tensors replicated_matmul_backward(at::TensorList grads, const at::Tensor& x, at::TensorList weights,
                                    c10::string_view group, bool need_dx, bool need_dw, c10::string_view tier,
                                    c10::string_view sums) {
-  const Operand rows = Operand::of_rows(x, "x");
+  const int64_t all_rows = c10::size_to_dim_(static_cast<int>(x.dim() - 1), x.sizes());
+  const at::Tensor matrix = x.reshape({all_rows, x.size(-1)});
+  const Operand rows = need_dw ? Operand::of(matrix, 0, "x") : Operand::form_of(matrix, 0, "x");
   std::vector<Operand> dy;
   for (const at::Tensor& grad : grads) dy.push_back(Operand::of_rows(grad, "grad"));
   const c10::DeviceGuard on(x.device());
@@ -204,9 +207,9 @@ struct ColumnLinear : Function<ColumnLinear> {
       at::AutoDispatchBelowADInplaceOrView guard;
       return call.forward();
     }();
-    variable_list saved{call.keep_gathered ? saved_output(outputs.back()) : inputs[0]};
-    if (call.keep_gathered && !call.return_gathered) outputs.pop_back();
     const at::TensorList weights = inputs.slice(1, call.has_bias.size());
+    variable_list saved{saved_input(call.keep_gathered ? saved_output(outputs.back()) : inputs[0], weights)};
+    if (call.keep_gathered && !call.return_gathered) outputs.pop_back();
     saved.insert(saved.end(), weights.begin(), weights.end());
     ctx->save_for_backward(saved);
     ctx->saved_data["group"] = std::string(call.group);
@@ -306,9 +309,11 @@ Tensors all_gather_matmul_autograd(const at::Tensor& x, at::TensorList weights,
                                    const OptionalTensorList& biases, c10::string_view group, int64_t dim,
                                    c10::SymInt rows, bool return_gathered, std::optional<bool> keep_gathered,
                                    c10::string_view tier, c10::string_view sums, c10::string_view wire) {
-  // On one host gathering again costs next to nothing; over a network it costs a transfer.
+  // On one host gathering again costs next to nothing; over a network it costs a transfer. Only the gradient
+  // of a weight reads the gathered x.
   const bool keep =
-      keep_gathered.has_value() ? *keep_gathered : Group::get(std::string(group)).crosses_hosts(x.device());
+      std::ranges::any_of(weights, [](const auto& each) { return each.requires_grad(); }) &&
+      (keep_gathered.has_value() ? *keep_gathered : Group::get(std::string(group)).crosses_hosts(x.device()));
   const auto forward = [&] {
     return Operator<all_gather_matmul>::call(x, weights, biases, group, dim, rows, keep || return_gathered,
                                              false, tier, sums, wire);

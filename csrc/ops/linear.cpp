@@ -13,7 +13,7 @@ struct Linear : Function<Linear> {
   static Variable forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
                           const std::optional<at::Tensor>& bias) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    ctx->save_for_backward({x, weight});
+    ctx->save_for_backward({saved_input(x, {weight}), weight});
     ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
     return linear_forward(x, weight, bias.value_or(at::Tensor()));
   }

@@ -36,6 +36,10 @@ void check_linear(const char* op, const at::Tensor& x, at::TensorList weights, a
 }  // namespace
 
 Operand Operand::of(const at::Tensor& x, int64_t dim, const char* what) {
+  return form_of(x.contiguous(), dim, what);
+}
+
+Operand Operand::form_of(const at::Tensor& x, int64_t dim, const char* what) {
   TORCH_CHECK_VALUE(x.dim() >= 2, what, " has shape ", x.sizes(),
                     "; it needs at least two dimensions, rows and features.");
   TORCH_CHECK_VALUE(dim >= -x.dim() && dim < x.dim(), "dim=", dim, " is not a dimension of ", what,
@@ -52,7 +56,7 @@ Operand Operand::of(const at::Tensor& x, int64_t dim, const char* what) {
   operand.inner = 1;
   for (int64_t d = 0; d < cut; ++d) operand.blocks *= x.size(d);
   for (int64_t d = cut + 1; d < x.dim() - 1; ++d) operand.inner *= x.size(d);
-  operand.data = x.contiguous().view({operand.blocks, operand.rows * operand.inner, operand.width});
+  operand.data = x.view({operand.blocks, operand.rows * operand.inner, operand.width});
   return operand;
 }
 

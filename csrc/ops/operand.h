@@ -29,6 +29,8 @@ struct Operand {
 
   // x [.., K] as one block of rows, whatever its leading dimensions.
   static Operand of_rows(const at::Tensor& x, const char* what);
+  // The same where only the form of x counts and its elements are not read: x may have one for all.
+  static Operand form_of(const at::Tensor& x, int64_t dim, const char* what);
 
   // x as one of these two (without `dim`: of_rows), for a linear with weights [N_i, K] on the same device and
   // in the same floating dtype; biases are [N_i], or undefined. Raises ValueError or TypeError with a

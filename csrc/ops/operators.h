@@ -3,6 +3,7 @@
 
 #include <ATen/core/List.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 
 #include <cstdint>
 #include <optional>
@@ -20,6 +21,15 @@ inline at::Tensor sum_over_rows(const at::Tensor& grad) {
   std::vector<int64_t> dims;
   for (int64_t d = 0; d < grad.dim() - 1; ++d) dims.push_back(d);
   return grad.sum(dims);
+}
+
+// What a linear saves of its input x, which only the gradient of a weight reads: x, or for frozen weights one
+// element in the form of x.
+inline at::Tensor saved_input(const at::Tensor& x, at::TensorList weights) {
+  for (const at::Tensor& weight : weights) {
+    if (weight.requires_grad()) return x;
+  }
+  return at::empty({1}, x.options()).expand_symint(x.sym_sizes());
 }
 
 // Called at the beginning of an op's backward: a graph of it would lack what the ranks exchange.
@@ -49,6 +59,7 @@ void register_row_linears(torch::Library& library);
 void register_sliced_linears(torch::Library& library);
 void register_collectives(torch::Library& library);
 void register_linear(torch::Library& library);
+void register_linear_cross_entropy(torch::Library& library);
 void register_experts(torch::Library& library);
 void register_device_adamw(torch::Library& library);
 void register_device_layers(torch::Library& library);

@@ -81,7 +81,9 @@ Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::T
                                        const at::Tensor& weight, c10::string_view group, int64_t dim,
                                        bool need_dx, bool need_dw, bool need_db, c10::string_view tier,
                                        bool need_others, c10::string_view sums, c10::string_view wire) {
-  const Operand grad = Operand::of(grad_shard, dim, "grad"), x = Operand::of(x_whole, dim, "x");
+  const Operand grad = Operand::of(grad_shard, dim, "grad");
+  const Operand x =
+      need_dw || need_others ? Operand::of(x_whole, dim, "x") : Operand::form_of(x_whole, dim, "x");
   const c10::DeviceGuard on(x_whole.device());
   const Route route = route_of_backward(x, weight, group, tier, sums, wire);
   const bool in_two_parts = (need_dw || need_others) && sums_in_two_parts(route, weight);
@@ -151,7 +153,7 @@ struct MatmulReduceScatter : Function<MatmulReduceScatter> {
                           const std::optional<at::Tensor>& bias, c10::string_view group, int64_t dim,
                           c10::string_view tier, c10::string_view sums, c10::string_view wire) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    ctx->save_for_backward({x, weight});
+    ctx->save_for_backward({saved_input(x, {weight}), weight});
     ctx->saved_data["group"] = std::string(group);
     ctx->saved_data["tier"] = std::string(tier);
     ctx->saved_data["sums"] = std::string(sums);
@@ -223,7 +225,7 @@ struct MatmulAllReduce : Function<MatmulAllReduce> {
                           const std::optional<at::Tensor>& bias, c10::string_view group,
                           c10::string_view tier, c10::string_view sums) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    ctx->save_for_backward({x, weight});
+    ctx->save_for_backward({saved_input(x, {weight}), weight});
     ctx->saved_data["group"] = std::string(group);
     ctx->saved_data["tier"] = std::string(tier);
     ctx->saved_data["sums"] = std::string(sums);

@@ -197,7 +197,7 @@ struct EndColumn : Function<EndColumn> {
                           const std::optional<at::Tensor>& bias, const Weight& weight, const Flight& flight) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const at::Tensor y = Operator<end_column>::call(begun, shared, bias, weight, flight);
-    ctx->save_for_backward({std::exchange(flight->x, {}), weight->weight});
+    ctx->save_for_backward({saved_input(std::exchange(flight->x, {}), {weight->weight}), weight->weight});
     ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
     ctx->saved_data["weight"] = weight;
     ctx->saved_data["flight"] = flight;
@@ -231,7 +231,7 @@ struct BeginRow : Function<BeginRow> {
                           const std::optional<at::Tensor>& bias, const Weight& weight, c10::string_view group,
                           c10::string_view tier, c10::string_view wire, const Flight& flight) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    ctx->save_for_backward({x, weight->weight});
+    ctx->save_for_backward({saved_input(x, {weight->weight}), weight->weight});
     ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
     ctx->saved_data["weight"] = weight;
     ctx->saved_data["flight"] = flight;

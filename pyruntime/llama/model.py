@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,10 +57,11 @@ from pyruntime.nn import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
+from pyruntime.nn.chunked_head import chunk_rows, linear_cross_entropy
 from pyruntime.nn.cut import CutTensor
 from pyruntime.nn.gather import gather_features
 from pyruntime.nn.low_rank import LoRA
-from pyruntime.nn.module import ParallelModule
+from pyruntime.nn.module import ParallelModule, Step
 from pyruntime.nn.norm import Normed
 from pyruntime.nn.parameters import Group, TensorGroup, shard_bounds
 
@@ -232,40 +234,58 @@ class Llama(nn.Module):
         mean over the context's ranks, as data parallelism over them takes it, is the mean over all labels.
         """
         batch, seq = self._check_ids(ids)
-        x = self.hidden(ids, documents=documents)
-        logits = self.head(x, batch * seq)
-        if labels is None:
-            logits = gather_features(logits, self.group, self.config.vocab_size)
-            if (rows := self._places(batch, seq, logits.device)) is not None:
-                logits = logits[rows.argsort()]
-            return logits.view(batch, seq, -1)
-        if labels.shape != ids.shape:
+        if labels is not None and labels.shape != ids.shape:
             raise ValueError(
                 f"labels have shape {list(labels.shape)}, but ids {list(ids.shape)}; they must be equal."
             )
-        return self.loss(logits, labels)
+        x = self.hidden(ids, documents=documents)
+        if labels is None:
+            logits = gather_features(self.head(x, batch * seq), self.group, self.config.vocab_size)
+            if (rows := self._places(batch, seq, logits.device)) is not None:
+                logits = logits[rows.argsort()]
+            return logits.view(batch, seq, -1)
+        return self.loss(x, labels)
 
-    def loss(self, logits: Tensor, labels: Tensor, count: Tensor | None = None) -> Tensor:
-        """Returns the loss, as `forward` does, of this rank's logits [T, V/P], which it overwrites.
+    def loss(self, x: Tensor, labels: Tensor, count: Tensor | None = None) -> Tensor:
+        """Returns the loss, as `forward` does, of the last norm's output x [T/P, D], this rank's rows.
 
         count: number of labels that the mean is over, if these are not all of them.
         """
         labels = self.in_rows(labels)
-        losses = vocab_parallel_cross_entropy(
-            logits,
-            labels,
-            self.group,
-            vocab_start=self.head.vocab_start,
-            vocab_size=self.config.vocab_size,
-            ignore_index=IGNORE_INDEX,
-            overwrite_logits=True,
-            z_loss=self.z_loss if self.training else 0.0,
-        )
         if count is None:
             count = (labels != IGNORE_INDEX).sum()
         if self.context is not None:
             count = self.context.sum(count.double().view(1))[0] / self.context.size
-        return losses.sum() / count.clamp(min=1 if self.context is None else 1 / self.context.size).float()
+        count = count.clamp(min=1 if self.context is None else 1 / self.context.size).float()
+        options: dict[str, Any] = {
+            "vocab_start": self.head.vocab_start,
+            "vocab_size": self.config.vocab_size,
+            "ignore_index": IGNORE_INDEX,
+            "z_loss": self.z_loss if self.training else 0.0,
+        }
+        if rows := self._rows_of_chunk(len(labels), x.element_size()):
+            weights = count.reciprocal().expand(len(labels))
+            return self._chunked_loss(x, labels, {**options, "token_weights": weights, "chunk_rows": rows})
+        logits = self.head(x, len(labels))
+        losses = vocab_parallel_cross_entropy(logits, labels, self.group, overwrite_logits=True, **options)
+        return losses.sum() / count
+
+    def _rows_of_chunk(self, rows: int, element_size: int) -> int:
+        """Returns how many rows' logits are in memory at once for a loss of so many rows; 0: all."""
+        if torch.compiler.is_compiling() or self.group.y is not None:
+            return 0
+        return chunk_rows(rows, self.config.vocab_size // self.group.size * element_size)
+
+    def _chunked_loss(self, x: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
+        head = self.head
+
+        def take() -> Tensor:
+            head.note(len(labels), True)
+            return linear_cross_entropy(
+                x, head.weight, labels, self.group, tier=head.tier, wire=head.wire, **options
+            )
+
+        return head(Step(take))
 
     def hidden(
         self,

@@ -45,7 +45,7 @@ class LlamaStage(nn.Module):
 
     def forward(self, x: Tensor, carry: Carry | None = None, documents: Tensor | None = None) -> Tensor:
         """x: tokens [B, S] in the first stage, else this tensor-parallel rank's residual stream [T/P, D]
-        (with two axes [T/X, D/Y]). Returns the stream, or in the last stage the logits [T, V/P]. carry: keys
+        (with two axes [T/X, D/Y]). Returns the stream, in the last stage the last norm's output. carry: keys
         and values of earlier slices. documents: as `Llama.forward` takes them, for whole sequences."""
         (model,) = self._model
         seq = self._seqs[0 if carry is None else carry.part]
@@ -58,18 +58,17 @@ class LlamaStage(nn.Module):
         moments.append(self._now())
         x = model.run(x, self._numbers, self.batch, seq, start, caches, share=share, documents=documents)
         moments.append(self._now())
-        y = model.head(x, self.batch * seq) if self.is_last else x
         if self._clock is not None:
             self.spans.append((moments[0], moments[1], moments[2], self._now()))
-        return y
+        return x
 
     def _now(self) -> Any:
         return None if self._clock is None else self._clock()
 
-    def loss(self, logits: Tensor, labels: Tensor, count: Tensor | None = None) -> Tensor:
+    def loss(self, x: Tensor, labels: Tensor, count: Tensor | None = None) -> Tensor:
         """See `Llama.loss`; for the last stage."""
         (model,) = self._model
-        return model.loss(logits, labels, count)
+        return model.loss(x, labels, count)
 
 
 def layers_of_stages(config: LlamaConfig, stages: int) -> list[range]:

@@ -6,6 +6,7 @@ built on this package, and can be imported from here too."""
 from typing import TYPE_CHECKING
 
 from pyruntime.lazy import names_of
+from pyruntime.nn.chunked_head import linear_cross_entropy
 from pyruntime.nn.clip import clip_grad_norm_, grad_norm
 from pyruntime.nn.cross_entropy import vocab_parallel_cross_entropy
 from pyruntime.nn.embedding import VocabParallelEmbedding
@@ -45,6 +46,7 @@ __all__ = [
     "clip_grad_norm_",
     "explain",
     "grad_norm",
+    "linear_cross_entropy",
     "parallelize",
     "shard_bounds",
     "verify",

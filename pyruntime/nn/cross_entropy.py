@@ -8,7 +8,7 @@ from pyruntime import ops
 from pyruntime.nn.parameters import Group, TensorGroup
 from pyruntime.ops.layers import cross_entropy_loss, cross_entropy_stats
 
-_ANY_VOCABULARY = 2**62
+ANY_VOCABULARY = 2**62
 
 
 def vocab_parallel_cross_entropy(
@@ -50,7 +50,7 @@ def vocab_parallel_cross_entropy(
     flat_logits, flat_labels = logits_shard.reshape(-1, logits_shard.size(-1)), labels.reshape(-1)
     stats = cross_entropy_stats(flat_logits, flat_labels, vocab_start)
     stats = ops.all_gather_stats(stats, name) if name else stats.unsqueeze(0)  # [P, tokens, 3]
-    size = _ANY_VOCABULARY if vocab_size is None else vocab_size
+    size = ANY_VOCABULARY if vocab_size is None else vocab_size
     loss, lse = cross_entropy_loss(
         flat_logits,
         flat_labels,

@@ -98,6 +98,13 @@ def _(grads, x, weights, group, need_dx, need_dw, *_):
     return outputs + ([weight.new_empty(weight.shape) for weight in weights] if need_dw else [])
 
 
+@torch.library.register_fake("pyruntime::linear_cross_entropy")
+def _(x, weight, labels, scale, group, start, size, ignored, z_loss, chunk_rows, need_dx, need_dw, *_):
+    outputs = [scale.new_empty(scale.shape)]
+    outputs += [x.new_empty(x.shape)] if need_dx else []
+    return outputs + ([weight.new_empty(weight.shape, dtype=scale.dtype)] if need_dw else [])
+
+
 @torch.library.register_fake("pyruntime::all_gather")
 def _(x_shard, group, dim, rows):
     return _like(x_shard, dim, _gathered_rows(x_shard, group, dim, rows), x_shard.shape[-1])

@@ -53,6 +53,7 @@ OPS: Mapping[str, Rule] = {
     **dict.fromkeys(("begin_column", "end_column", "begin_row", "end_row", "share_weight"), Rule("sharded")),
     # With statistics of the whole vocabulary, a rank's own logits give the same loss on every rank.
     "cross_entropy_loss": Rule(like=2),
+    "linear_cross_entropy": Rule("replicated"),
 }
 """Rules by name in torch.ops.pyruntime."""
 

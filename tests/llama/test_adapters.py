@@ -214,3 +214,29 @@ def test_models_that_cannot_have_adapters_are_refused():
         Llama(CASES["plain"], lora=dataclasses.replace(LORA, targets=("lm_head",)))
     with pytest.raises(ValueError, match="rank of at least 1"):
         Llama(CASES["plain"], lora=dataclasses.replace(LORA, rank=0))
+
+
+def kept_bytes(lora: LoRA | None) -> int:
+    """Memory that a forward pass of a Llama keeps for the backward pass, without parameters."""
+    model = Llama(CASES["plain"], lora=lora)
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(*batch(model.config))
+    for parameter in model.parameters():
+        saved.pop(parameter.untyped_storage().data_ptr(), None)
+    assert loss.requires_grad
+    return sum(saved.values())
+
+
+def test_linears_without_an_adapter_keep_no_input():
+    """Of a layer with adapters of q only, an MLP's linears would keep D + F numbers for each token."""
+    config, tokens = CASES["plain"], 32
+    spared = 4 * tokens * config.num_hidden_layers * (config.hidden_size + config.intermediate_size)
+    spared += 4 * tokens * config.hidden_size  # the head's
+    low = 4 * tokens * config.num_hidden_layers * 5
+    assert kept_bytes(LoRA(5, 12.0, ("q_proj",))) < kept_bytes(None) - spared + 2 * low

@@ -213,8 +213,46 @@ def second_derivatives_are_refused(group) -> None:
         assert layer.weight.grad.isfinite().all()
 
 
+def kept_for_the_backward(pack: list[torch.Tensor], weight: torch.Tensor) -> int:
+    """Bytes of memory that autograd saved, without the weight's."""
+    saved = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in pack}
+    saved.pop(weight.untyped_storage().data_ptr(), None)
+    return sum(saved.values())
+
+
+def frozen_linears_keep_no_input(group) -> None:
+    """With the same gradients of x, bit by bit."""
+    for cls, sequence_parallel, dim, keeps in itertools.product(
+        (ColumnParallelLinear, RowParallelLinear), (True, False), (0, 1), (None, True)
+    ):
+        if keeps and cls is RowParallelLinear:
+            continue
+        options = {"sequence_parallel": sequence_parallel, "dim": dim, "group": group}
+        layer = cls(24, 12, **options, **({"keep_gathered": keeps} if keeps else {}))
+        found = []
+        for trains in (True, False):
+            layer.requires_grad_(trains)
+            x = torch.randn(13, 14, layer.weight.size(1), generator=torch.Generator().manual_seed(3))
+            if cls is ColumnParallelLinear and sequence_parallel:
+                x = my_rows(x, group, dim)
+            x.requires_grad_()
+            pack: list[torch.Tensor] = []
+            keep = lambda t, kept=pack: kept.append(t) or t  # noqa: E731
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+                y = layer(x * 1)
+            kept = kept_for_the_backward(pack, layer.weight)
+            assert kept >= x.nbytes if trains else kept <= 64, (cls, options, kept)
+            y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(4)))
+            found.append(x.grad)
+        assert torch.equal(*found), (cls, options)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 class TestAgainstOneRank:
+    @pytest.mark.second_tier("1", "4")
+    def test_frozen_linears_keep_no_input(self, ranks, world_size):
+        ranks.run(frozen_linears_keep_no_input, world_size)
+
     @pytest.mark.parametrize("widths", WIDTHS)
     @pytest.mark.parametrize("gather_output", [False, True])
     @pytest.mark.second_tier("False-widths0-1", "False-widths0-4", "True-widths1-4")

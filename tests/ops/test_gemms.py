@@ -97,6 +97,26 @@ def test_how_rows_are_cut_and_where_they_lie_changes_no_bit(depth):
     assert torch.equal(linear(x.view(4, 16, depth), weight, bias).view(64, 200), whole)
 
 
+@pytest.mark.parametrize("cuts", [(100, 30), (8, 64, 58), (64, 57, 9)])
+def test_a_weight_gradient_added_up_in_fp32(cuts, gemm):
+    """By our GEMM with the bits of the whole, if all parts but the last are even."""
+    rows = sum(cuts)
+    torch.manual_seed(rows)
+    dy, x = drawn(rows, 77), drawn(rows, 65)
+    sums, narrow = torch.full((79, 65), 7.0), torch.empty(77, 65, dtype=BF16)
+    for place, part in enumerate(zip(dy.split(cuts), x.split(cuts), strict=True)):
+        _C.WeightGradientGemm(*part).write(sums[1:78], 0, place > 0)
+    _C.WeightGradientGemm(dy, x).write(narrow, 0, False)
+    assert (sums[0] == 7).all() and (sums[78] == 7).all()
+    exact = dy.double().t() @ x.double()
+    if gemm == "library" or not OWN:  # rounds each part
+        assert (sums[1:78] - exact).abs().max() < 2**-8 * exact.abs().max()
+        return
+    agree(sums[1:78], exact, rows)
+    if cuts[1] % 2 == 0:
+        assert torch.equal(sums[1:78].bfloat16(), narrow)
+
+
 def test_nan_and_infinity_stay_in_their_rows(gemm):
     """But for torch's own product on processors with AMX, which at an odd depth multiplies the first element
     of the row below by 0."""

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from pyruntime import ops
 from pyruntime.comm import group_name
+from pyruntime.nn import linear_cross_entropy
 from pyruntime.ops.layers import cross_entropy_loss, cross_entropy_stats
 from pyruntime.ops.placements import OPS, PlacementCheck
 
@@ -36,6 +37,10 @@ def operation(name, group, own, same):
         stats = ops.all_gather_stats(cross_entropy_stats(logits, LABELS, start), group)
         return cross_entropy_loss(logits, LABELS, stats, start, 6)[0]
 
+    def head(x, weight):
+        start = 3 * dist.get_rank()
+        return linear_cross_entropy(x, weight, LABELS, group, vocab_start=start, vocab_size=6, chunk_rows=2)
+
     x, rows, weight = own(4, 3), own(2, 3), own(5, 3)
     return {
         "all_gather": (lambda x: ops.all_gather(x, group), [rows], []),
@@ -57,6 +62,7 @@ def operation(name, group, own, same):
         "begin_row": (row, [x, weight], [same(5)]),
         "end_row": (row, [x, weight], [same(5)]),
         "cross_entropy_loss": (loss, [x], []),
+        "linear_cross_entropy": (head, [rows, own(3, 3)], []),
     }[name]  # fmt: skip
 
 

@@ -337,9 +337,9 @@ def sliced(group, kind, micro_batches):
     pipeline = Pipeline(schedule, {group.rank(): stage}, group, shapes=shapes, dtype=torch.float32)
     ids, labels = tokens(micro_batches)
 
-    def loss(logits, micro_batch, part):
+    def loss(x, micro_batch, part):
         wanted = labels[micro_batch].split(SEQS, 1)[part].contiguous()
-        return model.loss(logits, wanted, torch.tensor(labels[micro_batch].numel()))
+        return model.loss(x, wanted, torch.tensor(labels[micro_batch].numel()))
 
     pipeline.step([list(one.split(SEQS, 1)) for one in ids], loss)
     return gradients_of(model)

@@ -1,6 +1,8 @@
 // sum += other where one is bfloat16 and the other float32: adds up the gradients of several micro-batches.
 // The bits equal those of torch's addition, which converts such pairs element by element.
 
+#include "cpu/layers/add.h"
+
 #include "common.h"
 #include "simd.h"
 
@@ -48,5 +50,9 @@ TORCH_LIBRARY_FRAGMENT(pyruntime, m) {
 }
 
 }  // namespace
+
+void call_add(const Tensor& sum, const Tensor& other) {
+  Operator<add_composite, add_cpu>::call(sum, other);
+}
 
 }  // namespace pyruntime::layers

@@ -8,6 +8,8 @@
 //
 // The softmax is never stored: the backward recomputes it from the logits.
 
+#include "cpu/layers/cross_entropy.h"
+
 #include <limits>
 #include <tuple>
 
@@ -285,6 +287,13 @@ void add_at_labels(Tensor& dlogits, const Tensor& labels, const Tensor& values,
                        values.unsqueeze(1).masked_fill(elsewhere, 0).to(dlogits.scalar_type()));
 }
 
+// Gradients of the losses and of lse (or undefined), as one for the kernels: they subtract the sum of both at
+// the label, which add_at_labels() corrects.
+Tensor grad_of_rows(const Tensor& labels, int64_t ignore_index, const Tensor& of_loss, const Tensor& of_lse) {
+  const Tensor grad = of_loss.masked_fill(labels.eq(ignore_index), 0);
+  return of_lse.defined() ? grad.add(of_lse) : grad;
+}
+
 struct CrossEntropyLoss : Function<CrossEntropyLoss> {
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, const Tensor& labels,
                                const Tensor& stats, c10::SymInt vocab_start, c10::SymInt vocab_size,
@@ -309,9 +318,7 @@ struct CrossEntropyLoss : Function<CrossEntropyLoss> {
     const Tensor &logits = saved[0], &labels = saved[1], &lse = saved[2];
     const c10::SymInt vocab_start = ctx->saved_data["vocab_start"].toSymInt();
     const Tensor of_loss = grads[0].defined() ? grads[0] : at::zeros_like(lse);
-    Tensor grad = of_loss.masked_fill(labels.eq(ctx->saved_data["ignore_index"].toInt()), 0);
-    // The kernels subtract the sum of both gradients at the label; add_at_labels() corrects dlse.
-    if (grads[1].defined()) grad = grad.add(grads[1]);
+    const Tensor grad = grad_of_rows(labels, ctx->saved_data["ignore_index"].toInt(), of_loss, grads[1]);
     variable_list result(7);
     if (ctx->saved_data["overwrite_logits"].toBool()) {
       result[0] = logits.detach();
@@ -342,5 +349,22 @@ TORCH_LIBRARY_FRAGMENT(pyruntime, m) {
 }
 
 }  // namespace
+
+Tensor call_cross_entropy_stats(const Tensor& logits, const Tensor& labels, int64_t vocab_start) {
+  return StatsOp::call(logits, labels, vocab_start);
+}
+
+std::tuple<Tensor, Tensor> call_cross_entropy_loss(const Tensor& logits, const Tensor& labels,
+                                                   const Tensor& stats, int64_t vocab_start,
+                                                   int64_t vocab_size, int64_t ignore_index) {
+  return LossOp::call(logits, labels, stats, vocab_start, vocab_size, ignore_index, false);
+}
+
+void write_cross_entropy_gradient(Tensor logits, const Tensor& labels, const Tensor& lse,
+                                  const Tensor& of_loss, const Tensor& of_lse, int64_t vocab_start,
+                                  int64_t ignore_index) {
+  InPlaceOp::call(logits, labels, lse, grad_of_rows(labels, ignore_index, of_loss, of_lse), vocab_start);
+  if (of_lse.defined()) add_at_labels(logits, labels, of_lse, vocab_start);
+}
 
 }  // namespace pyruntime::layers

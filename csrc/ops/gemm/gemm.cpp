@@ -9,6 +9,7 @@
 
 #include <vector>
 
+#include "cpu/layers/add.h"
 #include "ops/gemm/gemm_rule.h"
 
 namespace at::native {
@@ -148,7 +149,15 @@ void WeightGradientGemm::write(const at::Tensor& out, int64_t first, bool accumu
     // oneDNN copies columns of a wider dY, and because it gets their transpose, it copies element by element;
     // copying rows first costs less.
     const bool copies = dy.device().is_cpu() && !widen(dy) && !dy.t().is_contiguous();
-    multiply(out, (copies ? dy.contiguous() : dy).t(), x_, {}, accumulate);
+    const at::Tensor columns = (copies ? dy.contiguous() : dy).t();
+    if (out.scalar_type() == dy.scalar_type()) return multiply(out, columns, x_, {}, accumulate);
+    if (widen(dy)) return multiply(out, columns.to(at::kFloat), x_.to(at::kFloat), {}, accumulate);
+    const at::Tensor narrow = at::mm(columns, x_);
+    if (!accumulate) {
+      out.copy_(narrow);
+    } else {
+      layers::call_add(out, narrow);
+    }
   } else if (!accumulate) {
     out.zero_();
   }

@@ -45,7 +45,8 @@ class WeightGradientGemm {
  public:
   WeightGradientGemm(const at::Tensor& dy, const at::Tensor& x);
 
-  // out = dy^T @ x, or out += dy^T @ x, for the rows of the result from `first` on. out [*, K] contiguous.
+  // out = dy^T @ x, or out += dy^T @ x, for the rows of the result from `first` on. out [*, K] contiguous, of
+  // the operands' dtype, or fp32 for narrower ones: then our GEMM adds without rounding (packed_matrix.h).
   void write(const at::Tensor& out, int64_t first, bool accumulate) const;
 
  private:

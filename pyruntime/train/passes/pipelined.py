@@ -131,13 +131,13 @@ class Pipelined:
         cut = self._cut([each.labels for each in micro_batches])
         context = self._model.context
 
-        def loss(logits: Tensor, micro_batch: int, part: int) -> Tensor:
+        def loss(x: Tensor, micro_batch: int, part: int) -> Tensor:
             began = self._clock.now() if self._clock else None
             batch = micro_batches[micro_batch]
             # A context sums the counts of its ranks.
             count = torch.tensor(batch.targets / (context.size if context is not None else 1))
             labels = cut[micro_batch][part].contiguous()
-            value = self._model.loss(logits, labels, count) * (scale * batch.weight)
+            value = self._model.loss(x, labels, count) * (scale * batch.weight)
             if self._clock and began:
                 self._spans.rest.append((began, self._clock.now()))
             return value
