@@ -44,7 +44,7 @@ from pyruntime.comm import Runtime
 from pyruntime.comm.companions import _of_group
 from pyruntime.comm.groups import group_name, workspace_bytes
 from pyruntime.train import validate
-from pyruntime.train.config import RunConfig, mesh_of
+from pyruntime.train.config import MeshSizes, RunConfig, mesh_of
 from pyruntime.train.planned import planned, predicted
 from pyruntime.train.run import RankRun, prepare
 from pyruntime.train.signals import StopRequest
@@ -104,10 +104,10 @@ def simulate(config: RunConfig, machine: Machine, gpus: int) -> Simulated:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as held:
         config = _on_text(config, Path(folder), machine)
         validate.check(config, gpus)
-        mesh = vars(mesh_of(config, gpus))
+        mesh = mesh_of(config, gpus)
         _check(mesh, machine)
         core = mirrors.begin(machine.seconds, machine.cluster.memory_bytes - machine.cluster.process_bytes)
-        axes = {name: mesh[name] for name in AXES if mesh[name] > 1 or name == "tp"}
+        axes = {name: size for name in AXES if (size := getattr(mesh, name)) > 1 or name == "tp"}
         runtime = held.enter_context(mirrors.mirrored(axes))
         with contextlib.ExitStack() as of_run:
             job = prepare(config, "simulated", runtime, StopRequest(), of_run)
@@ -122,11 +122,11 @@ def simulate(config: RunConfig, machine: Machine, gpus: int) -> Simulated:
         return _simulated(job, account, machine, gpus, time.monotonic() - began)
 
 
-def _check(mesh: dict[str, int | None], machine: Machine) -> None:
-    for name, size in mesh.items():
+def _check(mesh: MeshSizes, machine: Machine) -> None:
+    for name, size in vars(mesh).items():
         if (size or 1) > 1 and name not in AXES:
             raise ValueError(f"{name}={size} has no model in virtual time yet; use {name}=1.")
-    ranks = math.prod(mesh.values())
+    ranks = mesh.ranks
     if ranks > machine.cluster.gpus_per_node:
         raise ValueError(
             f"{ranks} GPUs are more than the {machine.cluster.gpus_per_node} of one host of {machine.name}; "
