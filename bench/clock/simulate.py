@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import math
 import re
 import shlex
 import sys
