@@ -15,7 +15,7 @@ import itertools
 import math
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,10 +25,12 @@ import torch.distributed as dist
 from pyruntime.comm.core import _C
 from pyruntime.comm.exchange import gather, named_failures
 
-SHORT_BYTES, LONG_BYTES = 1 << 16, 1 << 23
-"""Messages that show a link's latency and its rate."""
+BYTES = (1 << 16, 1 << 19, 1 << 23)
+"""Messages: the first shows a link's latency, the largest that it carries in LONGEST_S its rate."""
 TIMES = 3
 """How often each is sent; the fastest counts."""
+LONGEST_S = 0.2
+"""Seconds of a message there and back after which no larger one is sent, and this one once more at most."""
 GAP = 2.0
 """Least ratio of the slowest link in an island to the fastest between islands."""
 
@@ -59,8 +61,10 @@ class HostLinks:
         return tuple(itertools.chain.from_iterable(self.islands))
 
     def number_of(self, rank: int) -> int:
-        """Returns the number of `rank` if ranks are numbered by `order`. Rank 0 keeps its number. Raises
-        ValueError unless hosts have equally many ranks."""
+        """Returns the number of `rank` if ranks are numbered by `order`. Rank 0 keeps its number; if links
+        are alike, all do. Raises ValueError if there are islands, and hosts have unequal numbers of ranks."""
+        if len(self.islands) == 1:
+            return rank
         counts = {len(ranks) for ranks in self.ranks}
         if len(counts) > 1:
             raise ValueError(
@@ -78,30 +82,48 @@ class HostLinks:
         inside = [self.bytes_per_s[a][b] for a, b in pairs if where[a] == where[b]]
         between = [self.bytes_per_s[a][b] for a, b in pairs if where[a] != where[b]]
         if not between:
-            return f"{len(where)} host(s) with links alike{inside and f', {_gbit(inside)}'}"
+            rates = f" of {_gbit(inside)}" if inside else ""
+            return f"{len(where)} host(s) with links alike{rates}; ranks keep their numbers"
         within = f"{_gbit(inside)} inside, " if inside else ""
         return f"islands of hosts {names}: {within}{_gbit(between)} between; ranks are numbered in this order"
 
 
 def islands(bytes_per_s: Table) -> tuple[tuple[int, ...], ...]:
-    """Returns groups of hosts that links above the widest gap between two rates join, by their first host;
-    all hosts in one group if no gap is at least GAP wide, or if the fast links join all hosts."""
-    count = len(bytes_per_s)
-    pairs = {
-        (one, other): min(bytes_per_s[one][other], bytes_per_s[other][one])
-        for one, other in itertools.combinations(range(count), 2)
-    }
-    rates = sorted(pairs.values())
-    gaps = [(high / low, high) for low, high in itertools.pairwise(rates) if low > 0]
-    widest, fast = max(gaps, default=(1.0, 0.0))
-    found = {host: host for host in range(count)}
-    for (one, other), rate in pairs.items():
-        if (rate >= fast or widest < GAP) and found[one] != found[other]:
-            low, high = sorted((found[one], found[other]))
-            found = {host: low if first == high else first for host, first in found.items()}
-    return tuple(
-        tuple(host for host in range(count) if found[host] == first) for first in sorted(set(found.values()))
-    )
+    """Returns groups of hosts that fast links join: links above the widest gap between two rates of all gaps
+    of at least GAP that separate hosts. All hosts are one group if there is none. Groups that less slow links
+    join follow each other, also inside a group."""
+    hosts = tuple(range(len(bytes_per_s)))
+    rate = {pair: min(bytes_per_s[a][b], bytes_per_s[b][a]) for pair in _pairs(hosts) for a, b in [pair]}
+    rates = sorted(rate.values())
+    gaps = [(high / low, high) for low, high in itertools.pairwise(rates) if high >= GAP * low > 0]
+
+    def in_order(some: tuple[int, ...]) -> tuple[int, ...]:
+        for _, fast in gaps:  # from the slowest links on
+            if len(found := _joined(some, rate, fast)) > 1:
+                return tuple(itertools.chain.from_iterable(map(in_order, found)))
+        return some
+
+    order = in_order(hosts)
+    for _, fast in sorted(gaps, reverse=True):
+        if len(found := _joined(order, rate, fast)) > 1:
+            return found
+    return (hosts,)
+
+
+def _pairs(hosts: Sequence[int]) -> list[tuple[int, int]]:
+    return list(itertools.combinations(sorted(hosts), 2))
+
+
+def _joined(
+    hosts: tuple[int, ...], rate: Mapping[tuple[int, int], float], fast: float
+) -> tuple[tuple[int, ...], ...]:
+    """Returns the groups of `hosts`, in their order, that links of at least `fast` join."""
+    of = {host: host for host in hosts}
+    for one, other in _pairs(hosts):
+        if rate[one, other] >= fast and of[one] != of[other]:
+            old, new = of[other], of[one]
+            of = {host: new if group == old else group for host, group in of.items()}
+    return tuple(tuple(host for host in hosts if of[host] == group) for group in dict.fromkeys(of.values()))
 
 
 def rounds(hosts: int) -> list[list[tuple[int, int]]]:
@@ -117,8 +139,8 @@ def rounds(hosts: int) -> list[list[tuple[int, int]]]:
 
 def measure(group: dist.ProcessGroup, device: torch.device) -> HostLinks:
     """Measures the links between the hosts of `group`; all its ranks call it. One rank of each host sends
-    TIMES short and long messages to that of each other host and gets them back; pairs of a round do so at
-    once. Raises CommTimeout and PeerLost.
+    messages of BYTES to that of each other host and gets them back; pairs of a round do so at once. Raises
+    CommTimeout and PeerLost.
 
     device: where messages lie, so that they take the network that tensors there take.
     """
@@ -134,11 +156,7 @@ def measure(group: dist.ProcessGroup, device: torch.device) -> HostLinks:
             for pair in pairs:
                 if mine in pair and own == ranks[mine][0]:
                     other = pair[mine == pair[0]]
-                    seconds = [
-                        _seconds(group, device, nbytes, ranks[other][0], mine < other)
-                        for nbytes in (SHORT_BYTES, LONG_BYTES)
-                    ]
-                    found.append((other, seconds[0], LONG_BYTES / seconds[1]))
+                    found.append((other, *_link(group, device, ranks[other][0], mine < other)))
     told = gather(group, doing, found, list[tuple[int, float, float]])
     latency = [[0.0] * len(hosts) for _ in hosts]
     rate = [[math.inf] * len(hosts) for _ in hosts]
@@ -148,19 +166,38 @@ def measure(group: dist.ProcessGroup, device: torch.device) -> HostLinks:
     return HostLinks(tuple(name for _, name in hosts), ranks, _frozen(latency), _frozen(rate))
 
 
-def _seconds(group: dist.ProcessGroup, device: torch.device, nbytes: int, peer: int, is_first: bool) -> float:
-    """Returns half of the fastest way there and back."""
+def _link(group: dist.ProcessGroup, device: torch.device, peer: int, is_first: bool) -> tuple[float, float]:
+    """Returns the seconds of a short message to `peer`, one way, and the rate of a long one."""
+    found: list[tuple[float, float]] = []
+    for nbytes in BYTES:
+        seconds, is_enough = _seconds(group, device, nbytes, peer, is_first)
+        found.append((seconds, nbytes / seconds))
+        if is_enough:
+            break
+    return found[0][0], found[-1][1]
+
+
+def _seconds(
+    group: dist.ProcessGroup, device: torch.device, nbytes: int, peer: int, is_first: bool
+) -> tuple[float, bool]:
+    """Returns half of the fastest way there and back, and whether no larger message should follow. What the
+    first rank writes into its last message decides for both."""
     message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     verbs = (dist.send, dist.recv) if is_first else (dist.recv, dist.send)
-    peer, times = dist.get_global_rank(group, peer), []
-    for _ in range(TIMES + 1):  # the first one opens the connection
+    peer = dist.get_global_rank(group, peer)
+    times: list[float] = []
+    goes_on, is_last, is_enough = 0, 1, 2
+    while message[0] == goes_on:
+        if is_first and times:  # the first one opens the connection
+            is_slow = times[-1] > LONGEST_S
+            message[0] = is_enough if is_slow else is_last if len(times) == TIMES else goes_on
         begin = time.perf_counter()
         for verb in verbs:
             verb(message, peer, group=group)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - begin)
-    return min(times[1:]) / 2
+    return min(times[1:]) / 2, int(message[0]) == is_enough
 
 
 def _frozen(rows: list[list[float]]) -> Table:

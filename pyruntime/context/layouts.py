@@ -31,6 +31,9 @@ MOST_CHUNKS = 16
 """Limit on the chunks of a rank in the balanced layout."""
 LEAST_CHUNK = 64
 """Least tokens of a chunk in the balanced layout, if the sequence is long enough: a block of queries."""
+MOST_PLACED = 128
+"""Limit on placed layouts that are kept: those of the micro-batches of a step, and of the next one, which is
+read ahead. With fewer each would be made again when its step comes."""
 
 
 def check_layout(layout: str, seq: int, ranks: int) -> None:
@@ -93,7 +96,7 @@ def _positions(layout: str, seq: int, ranks: int, device: torch.device) -> Tenso
     return torch.stack([torch.cat((chunks[r], chunks[2 * ranks - 1 - r])) for r in range(ranks)])
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=MOST_PLACED)
 def _placed(rows: tuple[tuple[int, ...], ...], seq: int, ranks: int) -> Tensor:
     """Returns the layout that sends least, of those whose rank with most attention has little more than it
     needs. rows: where documents begin."""

@@ -46,6 +46,35 @@ def test_the_slower_direction_of_a_link_counts():
     assert islands(tuple(map(tuple, rates))) == ((0,), (1,), (2, 3))
 
 
+def test_one_link_that_is_much_slower_than_all_hides_no_islands():
+    rates = [list(row) for row in table([(0, 2), (1, 3)], 4)]
+    rates[0][1] = rates[1][0] = 2e5  # a wider gap, which separates no hosts
+    assert islands(tuple(map(tuple, rates))) == ((0, 2), (1, 3))
+
+
+@pytest.mark.parametrize("between", [9e8, 3e9])
+def test_racks_of_a_site_follow_each_other(between):
+    """Racks 0 to 3 have hosts 0 and 4, 1 and 5 ..; racks 0 and 2 are one site, 1 and 3 the other."""
+
+    def rate(one, other):
+        return (
+            math.inf
+            if one == other
+            else 1e10
+            if one % 4 == other % 4
+            else between
+            if near(one, other)
+            else 1e8
+        )
+
+    def near(one, other):
+        return one % 2 == other % 2
+
+    found = islands(tuple(tuple(rate(one, other) for other in range(8)) for one in range(8)))
+    assert list(itertools.chain(*found)) == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert len(found) == (4 if between == 9e8 else 2)
+
+
 @pytest.mark.parametrize("hosts", [1, 2, 3, 4, 7, 8])
 def test_all_hosts_meet_once_in_rounds_of_disjoint_pairs(hosts):
     found = rounds(hosts)
@@ -69,14 +98,17 @@ def test_ranks_are_numbered_island_by_island():
     )
     alike = links(((0,), (1,), (2,), (3,)), between=1e9)
     assert [alike.number_of(rank) for rank in range(4)] == [0, 1, 2, 3]
-    assert alike.words() == "4 host(s) with links alike, 8 Gbit/s"
+    assert alike.words() == "4 host(s) with links alike of 8 Gbit/s; ranks keep their numbers"
+    alone = links(((0, 1),))
+    assert alone.words() == "1 host(s) with links alike; ranks keep their numbers"
 
 
 def test_hosts_of_unequal_numbers_of_ranks_are_refused():
     with pytest.raises(
-        ValueError, match="hosts have 2, 1 ranks; to number them by their links, start equally"
+        ValueError, match="hosts have 2, 1, 1 ranks; to number them by their links, start equally"
     ):
-        links(((0, 1), (2,)), fast=((0,), (1,))).number_of(0)
+        links(((0, 1), (2,), (3,)), fast=((0, 2), (1,))).number_of(0)
+    assert links(((0, 2), (1,))).number_of(2) == 2  # one link: nothing to number by
 
 
 PROGRAM = """
