@@ -26,7 +26,7 @@ from pyruntime.comm.core import _C
 from pyruntime.comm.exchange import gather, named_failures
 
 BYTES = (1 << 16, 1 << 19, 1 << 23)
-"""Messages: the first shows a link's latency, the largest that it carries in LONGEST_S its rate."""
+"""Messages: the largest that a link carries in LONGEST_S shows its rate."""
 TIMES = 3
 """How often each is sent; the fastest counts."""
 LONGEST_S = 0.2
@@ -45,8 +45,6 @@ class HostLinks:
     """The hosts' names, by the number of their first rank."""
     ranks: tuple[tuple[int, ...], ...]
     """The ranks of each host."""
-    latency_s: Table
-    """Seconds of a short message between two hosts, one way; 0 from a host to itself."""
     bytes_per_s: Table
     """Rate of a long message; infinite from a host to itself."""
 
@@ -149,32 +147,31 @@ def measure(group: dist.ProcessGroup, device: torch.device) -> HostLinks:
     hosts = list(dict.fromkeys(told_hosts))
     ranks = tuple(tuple(r for r, other in enumerate(told_hosts) if other == host) for host in hosts)
     own, mine = group.rank(), hosts.index(told_hosts[group.rank()])
-    found: list[tuple[int, float, float]] = []
+    found: list[tuple[int, float]] = []
     with named_failures(group, doing):
         for pairs in rounds(len(hosts)):
             dist.barrier(group)
             for pair in pairs:
                 if mine in pair and own == ranks[mine][0]:
                     other = pair[mine == pair[0]]
-                    found.append((other, *_link(group, device, ranks[other][0], mine < other)))
-    told = gather(group, doing, found, list[tuple[int, float, float]])
-    latency = [[0.0] * len(hosts) for _ in hosts]
+                    found.append((other, _rate(group, device, ranks[other][0], mine < other)))
+    told = gather(group, doing, found, list[tuple[int, float]])
     rate = [[math.inf] * len(hosts) for _ in hosts]
     for host, own_ranks in enumerate(ranks):
-        for other, seconds_short, bytes_per_s in told[own_ranks[0]]:
-            latency[host][other], rate[host][other] = seconds_short, bytes_per_s
-    return HostLinks(tuple(name for _, name in hosts), ranks, _frozen(latency), _frozen(rate))
+        for other, bytes_per_s in told[own_ranks[0]]:
+            rate[host][other] = bytes_per_s
+    return HostLinks(tuple(name for _, name in hosts), ranks, tuple(map(tuple, rate)))
 
 
-def _link(group: dist.ProcessGroup, device: torch.device, peer: int, is_first: bool) -> tuple[float, float]:
-    """Returns the seconds of a short message to `peer`, one way, and the rate of a long one."""
-    found: list[tuple[float, float]] = []
+def _rate(group: dist.ProcessGroup, device: torch.device, peer: int, is_first: bool) -> float:
+    """Returns the bytes/s of a long message to `peer`."""
+    found = 0.0
     for nbytes in BYTES:
         seconds, is_enough = _seconds(group, device, nbytes, peer, is_first)
-        found.append((seconds, nbytes / seconds))
+        found = nbytes / seconds
         if is_enough:
             break
-    return found[0][0], found[-1][1]
+    return found
 
 
 def _seconds(
@@ -198,10 +195,6 @@ def _seconds(
             torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - begin)
     return min(times[1:]) / 2, int(message[0]) == is_enough
-
-
-def _frozen(rows: list[list[float]]) -> Table:
-    return tuple(map(tuple, rows))
 
 
 def _gbit(bytes_per_s: Sequence[float]) -> str:

@@ -87,7 +87,7 @@ def test_all_hosts_meet_once_in_rounds_of_disjoint_pairs(hosts):
 def links(ranks, fast=((0, 2), (1, 3)), **rates):
     hosts = tuple("abcd"[: len(ranks)])
     found = table(fast, len(hosts), **rates)
-    return HostLinks(hosts, ranks, tuple((0.0,) * len(hosts) for _ in hosts), found)
+    return HostLinks(hosts, ranks, found)
 
 
 def test_ranks_are_numbered_island_by_island():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyruntime.train.config import RunConfig, meets_every_step, micro_batches
+from pyruntime.train.config import Grid, RunConfig, meets_every_step, micro_batches
 from pyruntime.train.errors import require
 
 
@@ -64,10 +64,15 @@ def _check_micro_batches(config: RunConfig) -> None:
 def _check_unequal(config: RunConfig, asked: str) -> None:
     """Refuses what data-parallel ranks exchange in every micro-batch, since some take fewer."""
     _check_every_step(config, asked)
+    tp = config.parallel.tp
+    has_z = isinstance(tp, Grid) and tp.z > 1
+    cut, instead = (
+        (f"parallel.tp={tp}", "leave out z") if has_z else ("parallel.zero=3", "set parallel.zero to 2")
+    )
     require(
-        config.parallel.zero < 3,
-        f"{asked} with parallel.zero=3: ranks gather weights in every micro-batch, so all must take equally "
-        "many; set parallel.zero to 2.",
+        config.parallel.zero < 3 and not has_z,
+        f"{asked} with {cut}: ranks gather weights in every micro-batch, so all must take equally many; "
+        f"{instead}.",
     )
 
 
@@ -75,6 +80,6 @@ def _check_every_step(config: RunConfig, asked: str) -> None:
     method = config.data_parallel.method
     require(
         meets_every_step(config),
-        f"{asked} with data_parallel.method={method}: replicas that synchronize rarely would "
-        "wait for each other when work moves; leave one of them out.",
+        f"{asked} with data_parallel.method={method}: replicas that synchronize rarely do equal work; leave "
+        "one of them out.",
     )

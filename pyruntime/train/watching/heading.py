@@ -24,10 +24,16 @@ def first_lines(run: ResolvedRun, data: Corpus, run_dir: Path, runtime: Runtime)
             *([f"lora   {adapters_in_words(run)}"] if config.lora.rank else []),
             f"text   {data}",
             f"steps  {train.steps} of {run.tokens_per_step:,} tokens, in micro-batches of "
-            f"{train.micro_batch_size} x {train.seq_len}",
+            f"{train.micro_batch_size} x {train.seq_len}{_unequal(run)}",
             f"run    {run_dir}",
         ]
     )
+
+
+def _unequal(run: ResolvedRun) -> str:
+    """Says how many micro-batches data-parallel ranks take, if that differs."""
+    counts = run.micro_batches_of
+    return f", {', '.join(map(str, counts))} on the data-parallel ranks" if len(set(counts)) > 1 else ""
 
 
 def adapters_in_words(run: ResolvedRun) -> str:

@@ -17,7 +17,7 @@ import torch
 from pyruntime import comm, ops
 from pyruntime.train import checkpoint_folder, config_file, manifest, validate
 from pyruntime.train import run as run_module
-from pyruntime.train.config import Output, RunConfig
+from pyruntime.train.config import Grid, Output, RunConfig
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.loop import Trainer
 from pyruntime.train.run import run
@@ -315,12 +315,16 @@ OVER_DP = {"parallel.pp": 1, "parallel.dp": 2, "train.micro_batch_size": 1}
         ({"parallel.rebalance": "on", "parallel.zero": 3}, "rebalance=on with parallel.zero=3: .*zero to 2"),
         ({"train.micro_batches": (5, 3), "parallel.zero": 3}, r"\[5, 3\] with parallel.zero=3"),
         (
+            {"train.micro_batches": (3, 1, 2, 2), "parallel.tp": Grid(1, 1, 2)},
+            r"with parallel.tp=\{z = 2\}: ranks gather weights .*leave out z",
+        ),
+        (
             {"train.micro_batches": (5, 2)},
             r"\[5, 2\] must be 2 numbers .* with a sum of 8: train.batch_size=8",
         ),
         ({"train.micro_batches": (8, 0)}, "must be 2 numbers of at least 1"),
         ({"train.micro_batches": (8,)}, "must be 2 numbers"),
-        ({"train.micro_batches": (5, 3), "data_parallel.method": "diloco"}, "method=diloco: replicas that"),
+        ({"train.micro_batches": (5, 3), "data_parallel.method": "diloco"}, "replicas that .* do equal work"),
         (
             {"train.micro_batches": (3, 1), "train.micro_batch_size": 2, "parallel.pp": 2},
             r"\[3, 1\] with parallel.pp=2: .* set pipeline.layers",
