@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyruntime.train.config import Grid, RunConfig, meets_every_step, micro_batches
+from pyruntime.train.config import RunConfig, meets_every_step, micro_batches
 from pyruntime.train.errors import require
 
 
@@ -64,15 +64,10 @@ def _check_micro_batches(config: RunConfig) -> None:
 def _check_unequal(config: RunConfig, asked: str) -> None:
     """Refuses what data-parallel ranks exchange in every micro-batch, since some take fewer."""
     _check_every_step(config, asked)
-    tp = config.parallel.tp
-    has_z = isinstance(tp, Grid) and tp.z > 1
-    cut, instead = (
-        (f"parallel.tp={tp}", "leave out z") if has_z else ("parallel.zero=3", "set parallel.zero to 2")
-    )
     require(
-        config.parallel.zero < 3 and not has_z,
-        f"{asked} with {cut}: ranks gather weights in every micro-batch, so all must take equally many; "
-        f"{instead}.",
+        config.parallel.zero < 3,
+        f"{asked} with parallel.zero=3, which a z in parallel.tp means too: ranks gather weights in every "
+        "micro-batch, so all must take equally many; set parallel.zero to 2.",
     )
 
 
