@@ -197,7 +197,8 @@ struct EndColumn : Function<EndColumn> {
                           const std::optional<at::Tensor>& bias, const Weight& weight, const Flight& flight) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const at::Tensor y = Operator<end_column>::call(begun, shared, bias, weight, flight);
-    ctx->save_for_backward({saved_input(std::exchange(flight->x, {}), {weight->weight}), weight->weight});
+    const at::Tensor x = std::exchange(flight->x, {});  // undefined where only shapes are computed
+    ctx->save_for_backward({x.defined() ? saved_input(x, {weight->weight}) : x, weight->weight});
     ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
     ctx->saved_data["weight"] = weight;
     ctx->saved_data["flight"] = flight;

@@ -115,7 +115,8 @@ def _mesh(run_dir: Path, ledgers: list[RankLedger]) -> dict[str, int]:
     if not path.is_file():
         return {}
     try:
-        sizes = json.loads(path.read_text(encoding="utf-8"))["mesh"]
+        mesh = json.loads(path.read_text(encoding="utf-8"))["mesh"]
+        sizes = {axis: size for axis, size in mesh.items() if (axis, size) != ("ep", None)}
         if not all(type(size) is int and 0 < size < 2**31 for size in sizes.values()):
             raise ValueError("sizes are whole numbers from 1")
         return MeshSizes(**sizes).axes
