@@ -203,7 +203,8 @@ def _ring_backward(
 
     def own_keys(begin: int, end: int) -> None:
         if begin < end:
-            seen = tuple(each - begin for each in mask.of_rank(rank))
+            first_key, last_key = mask.of_rank(rank)
+            seen = (first_key - begin, last_key - begin) if begin else (first_key, last_key)
             with marked("cp backward block of rank", str(rank)):
                 backward.block(k[:, begin:end], v[:, begin:end], seen, own[:, :, begin:end])
 
