@@ -1,4 +1,4 @@
-"""Where the seconds of a step went, from the spans of the computing stream.
+"""Accounts for the seconds of a step, from the spans of the computing stream.
 
     step = computing + exposed + host
 
@@ -23,7 +23,7 @@ COMPUTING = 0
 OTHER_STREAM = "another stream"
 """In place of an axis, where the stream waited for an event. Gradients and weights of ZeRO have a stream."""
 COMMUNICATING = ("await", "end_puts", "finish", "reduce")
-"""What the computing stream itself does for communication, without waiting."""
+"""Kernels by which the computing stream itself serves communication, without waiting."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from pyruntime.plan.cluster import Cluster, find_cluster
 
 FOLDER = Path(__file__).parent
 LARGE = 8192
-"""Of m, n and k in the GEMM that reaches the cluster's efficiency."""
+"""The m, n and k of the GEMM that reaches the cluster's efficiency."""
 EPILOGUE_ELEMENTS_PER_CLOCK = 64
 """Elements of C that a multiprocessor rounds and stores in a clock, as in bench/gpu/model.py."""
 CLUSTER_OF_BLOCKS = 2

@@ -69,7 +69,7 @@ class Simulated:
     workspace_bytes: int
     """Bytes of symmetric memory, which are not among them."""
     left_bytes: float
-    """What is left of the GPU's memory beside these and a process's own; below 0: the step does not fit."""
+    """Bytes of the GPU's memory beside these and a process's own; below 0: the step does not fit."""
     planned_s: float | None
     """The planner's seconds of the same step; None of a dtype that it does not know."""
     took_s: float

@@ -188,7 +188,7 @@ PYRUNTIME_TARGET_INLINE __m512 load(const Bf16* from, __mmask16 mask) {
       _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));
 }
 
-// Which of a vector's columns exist.
+// Returns a mask of the columns of a vector that exist.
 PYRUNTIME_TARGET_INLINE __mmask16 columns_of(const Strip& strip, int vector) {
   const int64_t columns = std::clamp<int64_t>(strip.columns - vector * kLanes, 0, kLanes);
   return static_cast<__mmask16>((1U << columns) - 1);

@@ -99,7 +99,7 @@ class HeadChunk {
     return losses;
   }
 
-  // Of dX = dL @ W, takes the rows of this rank; adds dL^T @ X to dw or, for the first chunk, writes it. Both
+  // Writes this rank's rows of dX = dL @ W; adds dL^T @ X to dw or, for the first chunk, writes it. Both
   // may be undefined. The logits have been overwritten with dL.
   void multiply_gradient(const at::Tensor& dx_own, const at::Tensor& dw, bool is_first) const {
     std::optional<MatmulScatter> scatter;
@@ -136,9 +136,9 @@ class HeadChunk {
   std::unique_ptr<GatherMatmul> gather_;  // of the rows, then of the statistics
 };
 
-// How the rows are cut: chunk c has rows [begin(c), begin(c + 1)) of each rank's. Chunks are even, so that a
-// bf16 GEMM pairs the same rows for any number of chunks, and of nearly one size, so that none is too small
-// for our GEMM.
+// A plan that cuts the rows: chunk c has rows [begin(c), begin(c + 1)) of each rank's. Chunks are even, so
+// that a bf16 GEMM pairs the same rows for any number of chunks, and of nearly one size, so that none is too
+// small for our GEMM.
 struct HeadRows {
   int64_t all;
   int ranks, rank;

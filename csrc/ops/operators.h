@@ -23,8 +23,8 @@ inline at::Tensor sum_over_rows(const at::Tensor& grad) {
   return grad.sum(dims);
 }
 
-// What a linear saves of its input x, which only the gradient of a weight reads: x, or for frozen weights one
-// element in the form of x.
+// Returns what a linear saves in place of its input x, which only the gradient of a weight reads: x itself,
+// or for frozen weights one element in the form of x.
 inline at::Tensor saved_input(const at::Tensor& x, at::TensorList weights) {
   for (const at::Tensor& weight : weights) {
     if (weight.requires_grad()) return x;

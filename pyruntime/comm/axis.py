@@ -22,8 +22,8 @@ class Axis:
     """A mesh of one dimension, or of two, (dp_replicate, dp_shard), for dp, replicas and edp if there are
     groups of them. None: the mesh has no such axis."""
     copies: DeviceMesh | None = None
-    """Of ep, if it is not tp: the ranks that hold the same experts as this one (`Runtime.edp`). Their sums
-    are taken over these, not over the replicas of the rest of the model."""
+    """The ranks that hold the same experts as this one (`Runtime.edp`), if this is ep and not tp. Gradients
+    of experts are summed over these, not over the replicas of the rest of the model."""
 
     @property
     def rank(self) -> int:

@@ -28,7 +28,7 @@ from pyruntime.comm.exchange import gather, named_failures
 BYTES = (1 << 16, 1 << 19, 1 << 23)
 """Messages: the largest that a link carries in LONGEST_S shows its rate."""
 TIMES = 3
-"""How often each is sent; the fastest counts."""
+"""Times that each is sent; the fastest counts."""
 LONGEST_S = 0.2
 """Seconds of a message there and back after which no larger one is sent, and this one once more at most."""
 GAP = 2.0

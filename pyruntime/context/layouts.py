@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pyruntime.choices import HALVED_LAYOUTS, ContextLayout, check_value, values
 from pyruntime.context import placed
-from pyruntime.context.ways import Tokens, load, ways
+from pyruntime.context.ways import Tokens, tokens_sent, ways
 
 LAYOUTS = (*values(ContextLayout), "balanced")
 MOST_CHUNKS = 16
@@ -110,7 +110,7 @@ def _placed(rows: tuple[tuple[int, ...], ...], seq: int, ranks: int) -> Tensor:
     most = [int(work[each].sum(1).max()) for each in found]
     allowed = (1 + placed.MORE_WORK) * min(most)
     sent = [
-        load(ways(hulls(each, each, True, bounds), seq // ranks)) if own <= allowed else None
+        tokens_sent(ways(hulls(each, each, True, bounds), seq // ranks)) if own <= allowed else None
         for each, own in zip(found, most, strict=True)
     ]
     return found[min((each, at) for at, each in enumerate(sent) if each is not None)[1]]

@@ -20,7 +20,7 @@ Run = tuple[int, int]
 
 @dataclass
 class _Ranks:
-    """What has been placed on each rank: the room that is left, the attention, and the runs."""
+    """The state of a placement: the room that is left on each rank, its attention, and its runs."""
 
     room: list[int]
     work: list[int]

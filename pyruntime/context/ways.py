@@ -110,10 +110,10 @@ def ways(hulls: Sequence[Sequence[Tokens]], share: int) -> tuple[Way, ...]:
     up, down = Way(1, (0, half), share > 0, known), Way(-1, (half, share), False, known)
     back = replace(up, comes_back=True), replace(down, comes_back=True)
     few = all(_kept(back, rank) <= MOST_KEPT * share for rank in range(len(known)))
-    return back if few and load(back) < load((up, down)) else (up, down)
+    return back if few and tokens_sent(back) < tokens_sent((up, down)) else (up, down)
 
 
-def load(plan: Sequence[Way]) -> int:
+def tokens_sent(plan: Sequence[Way]) -> int:
     """Returns the tokens that all ranks send on, those of sums by their weight."""
     return sum(
         _count(way.keys(owner, distance))

@@ -41,7 +41,7 @@ SIGMOID = {
     "qk_norm": True, "sigmoid_router": True, "experts": 8, "expert_size": 24, "expert_groups": 4,
     "expert_groups_per_token": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
 }  # fmt: skip
-"""What makes it a model with routers by sigmoid."""
+"""The options of a model with routers by sigmoid."""
 
 
 @pytest.fixture(scope="module")

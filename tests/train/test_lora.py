@@ -286,7 +286,10 @@ def test_other_options_go_with_adapters(ranks, config, whole, name):
         asked = jobs.changed(asked, section, **values)
     found = ranks.run(steps_of, mesh_of(asked, 1).ranks, asked)
     assert found[0] == found[-1]
-    assert parity.difference(found[0], whole[2]) <= 0.1  # rounding to bf16 shows most in gradient norms
+    for step, expected in zip(found[0], whole[2], strict=True):
+        assert step[::2] == pytest.approx(expected[::2], abs=1e-3)
+        # bf16 weights, rounded up or down by chance, are off by 2^-8: with it go the last, small norms.
+        assert step[1] == pytest.approx(expected[1], rel=0.25)
 
 
 REFUSED = [

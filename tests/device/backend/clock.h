@@ -21,7 +21,7 @@
 
 namespace sim {
 
-// What the model of the machine is asked: the seconds of "gemm" with {m, n, k, ...}, "put" with {bytes}.
+// A question to the model of the machine: the seconds of "gemm" with {m, n, k, ...}, "put" with {bytes}.
 struct Work {
   std::string kind;  // empty: no time
   std::vector<int64_t> sizes;
@@ -98,9 +98,9 @@ class Timeline {
   void go_on(const std::string& name, double seconds);
   // A part of it that leaves by a link beside it, in so many seconds. Returns when it has left.
   double store(double seconds, const std::string& link);
-  // When all is done that was asked so far.
+  // Returns the moment at which all is done that was asked so far.
   double done();
-  // What the stream did last, for those who wait for it.
+  // Returns the name of the stream's last operation, for those who wait for it.
   std::string last();
 
  private:

@@ -89,7 +89,7 @@ int64_t data_at(const PyruntimeWorkspace& shape) {
   return (kHeaderBytes + flags + 4095) / 4096 * 4096;
 }
 
-// When all that `peer` puts under these flags has arrived; below 0: this rank has not put its own yet.
+// Returns the moment at which all that `peer` puts under these flags has arrived; below 0: this rank has not put its own yet.
 double arrival(const Slot& slot, const PyruntimeGroup& group, int32_t peer, int32_t first, int32_t flags) {
   const int32_t ranks = group.shape.world_size;
   const int32_t opposite = ((2 * group.rank - peer) % ranks + ranks) % ranks;
@@ -106,7 +106,7 @@ double arrival_from(const PyruntimeGroup& group, int32_t peer, int32_t first, in
   return arrival(slots().all[{own(group), group.slot}], group, peer, first, flags);
 }
 
-// Of one rank's rows in a GEMM over the rows of all.
+// The share of one rank's rows in a GEMM over the rows of all.
 double seconds_of_part(const PyruntimeGroup& group, const PyruntimeMatmul& matmul) {
   const Work all{"gemm", {matmul.m, matmul.n, matmul.k, 1, size_of(matmul.dtype)}};
   return Clock::instance().seconds(all) / group.shape.world_size;

@@ -35,7 +35,7 @@ int64_t bytes_of(const c10::IValue& value) {
   return bytes;
 }
 
-// Of a matrix product that adds to `self`, the operands come one later.
+// The operands of a matrix product that adds to `self` come one later.
 std::optional<Work> gemm_of(const std::string& name, at::ArrayRef<c10::IValue> arguments) {
   static const std::set<std::string> kPlain = {"aten::mm", "aten::bmm"};
   static const std::set<std::string> kAdding = {"aten::addmm", "aten::addmm_", "aten::baddbmm",

@@ -1,4 +1,4 @@
-// What an operator of torch asks of the machine, by the shapes of its tensors.
+// Derives the work of an operator of torch from the shapes of its tensors.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

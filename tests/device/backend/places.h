@@ -1,4 +1,4 @@
-// Where in a program the host is: the product's op or the node of a backward pass that is under way.
+// Names the place of the host in the program: the product's op, or the node of a backward pass, that is under way.
 #pragma once
 
 #include <string>
