@@ -10,7 +10,7 @@ from pyruntime.choices import WireFormat
 from pyruntime.comm.ranges import marked
 from pyruntime.comm.ring import Ring, Shift
 from pyruntime.comm.wire import Wire
-from pyruntime.context.blocks import Backward, attend_block
+from pyruntime.context.block_attention import Backward, attend_block
 from pyruntime.context.mask import Mask, Run
 from pyruntime.context.ways import NONE, Tokens, Way
 from pyruntime.ops.attention import nothing_seen

@@ -29,7 +29,7 @@ from pyruntime.choices import WireFormat
 from pyruntime.comm import companion, process_group
 from pyruntime.comm.all_to_all import AllToAll
 from pyruntime.context.agreement import agree
-from pyruntime.context.blocks import Backward, attend_block
+from pyruntime.context.block_attention import Backward, attend_block
 from pyruntime.context.mask import Mask
 from pyruntime.context.ring_passes import CLASS, ring_backward, ring_forward
 from pyruntime.ops.attention import nothing_seen
