@@ -10,7 +10,14 @@ from torch.compiler import is_compiling
 from pyruntime import ops
 from pyruntime.any_model.activations.causal_loss import leave_own
 from pyruntime.any_model.activations.row_form import RowForm
-from pyruntime.any_model.activations.row_shard import RowShard, cut_rows, to_rows
+from pyruntime.any_model.activations.row_shard import (
+    RowGroup,
+    RowShard,
+    cut_rows,
+    from_rows,
+    to_rows,
+    to_whole,
+)
 from pyruntime.any_model.activations.shared_input import SharedInput, products
 from pyruntime.any_model.activations.when_read import GatheredWhenRead
 from pyruntime.any_model.random_streams import RandomStreams
@@ -26,11 +33,12 @@ from pyruntime.nn.parameters import TensorGroup
 class CutModel:
     """The state that all hooks of one model share.
 
+    experts: the group over which experts are spread, perhaps another one.
     form: decides whether row linears give rows (activations/row_form.py); None: always whole activations.
     gives_way: whether the first call may make linears give or take whole activations."""
 
-    def __init__(self, group: TensorGroup, gives_way: bool) -> None:
-        self.group = group
+    def __init__(self, group: TensorGroup, experts: TensorGroup, gives_way: bool) -> None:
+        self.group, self.experts = group, experts
         self.gives_way = gives_way
         self.form = RowForm(group) if gives_way and group.y is None else None
         self.streams = RandomStreams(group)
@@ -143,14 +151,28 @@ class ExpertsHook(ModelHook):
     def call(self, layer: ParallelExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         mark_whole(x)
         form = self.model.form
-        if form is None or not isinstance(x, RowShard):
-            y = layer.compute(x, ids, weights)
-        else:
-            # The model's router has read all rows; each rank takes its own.
+        if form is not None and isinstance(x, RowShard):
             form.reads += 1
-            own_ids = ids.tensor_split(layer.group.size)[layer.group.rank]
-            own_weights = to_rows(cut_rows(weights, form))
-            rows = layer.multiply(to_rows(x), own_ids, own_weights, cut=True, rows=x.row_count)
-            y = form.shard(rows, x.shape)
+            y = form.shard(self._of_own_rows(layer, x, ids, weights, form), x.shape)
+        elif layer.has_own_rows:
+            y = self._whole(layer, x, ids, weights)
+        else:
+            y = layer.compute(x, ids, weights)
         mark_whole(y)
         return y
+
+    @torch.compiler.disable(reason="ranks exchange how many rows each sends to the experts")
+    def _whole(self, layer: ParallelExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Sends this rank's share of the rows of an x that every rank has whole, and gathers the results."""
+        over = RowGroup(self.model.group)
+        rows = self._of_own_rows(layer, cut_rows(x, over), ids, weights, over)
+        return to_whole(from_rows(rows, x.shape, over))
+
+    def _of_own_rows(
+        self, layer: ParallelExperts, x: RowShard, ids: Tensor, weights: Tensor, over: RowGroup
+    ) -> Tensor:
+        """The model's router has read all rows; each rank takes its own."""
+        own = to_rows(x), ids.tensor_split(over.group.size)[over.group.rank], to_rows(cut_rows(weights, over))
+        if layer.has_own_rows:
+            return layer.compute(*own)
+        return layer.multiply(*own, cut=True, rows=x.row_count)

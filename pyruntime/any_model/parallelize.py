@@ -26,7 +26,7 @@ from pyruntime.nn.linear import ColumnParallelLinear, RowParallelLinear, is_tran
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.optimizer_states import replaced as replaced_by_shard
 from pyruntime.nn.parallel_experts import ParallelExperts, why_not
-from pyruntime.nn.parameters import Group, TensorGroup
+from pyruntime.nn.parameters import Group, TensorGroup, axis_names
 from pyruntime.nn.tiers import check_tier
 from pyruntime.nn.wrappers import check_unwrapped
 
@@ -36,6 +36,7 @@ def parallelize(
     mesh: Group | TensorGroup,
     plan: str | Mapping[str, str] | Plan,
     *,
+    experts: Group | TensorGroup | None = None,
     tier: str = "auto",
     strict: bool = False,
 ) -> nn.Module:
@@ -59,30 +60,40 @@ def parallelize(
     linears that cannot stay cut give and take whole activations from then on, and `pyruntime.explain` says
     why. `pyruntime.verify` compares a step of both models, with gradients.
 
-    Experts of a mixture stay whole, each on one rank; all rows are sent to them (nn.ParallelExperts).
+    experts: the group over which experts of a mixture are spread, each whole on one rank
+    (nn.ParallelExperts): `runtime.ep`; None: `mesh`. Over `runtime.ep` each rank sends its share of the rows,
+    and data-parallel ranks, whose rows differ in number and content, may share experts. All ranks of both
+    groups then call the model equally often, and `save_pretrained` too; `pyruntime.shard` over
+    `runtime.replicas` divides what the gradients of experts sum.
 
     Tied weights stay tied: if an lm_head shares its weight with the embedding, the plan must name both. A
     linear with peft's LoRA adapters is cut with them. Raises ValueError, before anything is replaced, where a
     pattern matches nothing or a module of another kind, two patterns disagree, tp is too large for a module,
     the plan names only some of the modules that share a weight, the model lies on several devices, the ranks
     hold different models, "auto" finds nothing to cut, another tool has wrapped or cut the model, the mesh
-    has an axis that is not tensor-parallel, or a mesh of two dimensions meets adapters or linears that are
-    cut part by part. Raises TypeError where an argument is not a module, a group or a plan."""
+    has an axis that is not tensor-parallel, a mesh of two dimensions meets adapters, linears that are cut
+    part by part or `experts`, or no experts can be spread over `experts`. Raises TypeError where an argument
+    is not a module, a group or a plan."""
     if not isinstance(model, nn.Module):
         found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"parallelize() cuts a model that is built, an nn.Module; found: {found}.")
     group = TensorGroup.of(mesh)
+    of_experts = _group_of_experts(experts, group)
     check_tier(tier)
     check_unwrapped(model)
     _check_unsharded(model)
     _check_one_device(model)
-    plan = auto_plan(model, group.size) if plan == "auto" else find_plan(plan)
+    plan = auto_plan(model, group.size, of_experts.size) if plan == "auto" else find_plan(plan)
     plan.check(model, group.size)
     styles = match_modules(model, plan.styles)
     _check_axes(plan, styles, group)
+    if experts is not None:
+        _check_experts(plan, styles)
     for axis in group.axes:
         check_same_model(model, axis)
-    cut = CutModel(group, plan.gives_way)
+    if of_experts is not group:
+        check_same_model(model, of_experts)
+    cut = CutModel(group, of_experts, plan.gives_way)
     options = {"tier": tier, "strict": strict}
     replaced: dict[str, ParallelModule] = {}
     for name, style in styles.items():
@@ -95,15 +106,46 @@ def parallelize(
         for key, parameter in model.get_submodule(name).named_parameters():
             replaced_by_shard(parameter, f"{name}.{key}")
         setattr(model.get_submodule(parent), leaf, module)
+    if names := axis_names((group, of_experts)):
+        ForwardWatch(model, NotePasses(*names))
     if group.ranks > 1:
         _watch(model, replaced, cut)
-        ForwardWatch(model, NotePasses(*(axis.name for axis in group.axes if axis.size > 1)))
         if plan.gives_way:
             read_own_logits(model)
             fuse_norms(model)
     vars(model)[LEFT_WHOLE] = dict(plan.left_whole)
-    save_whole(model, group)
+    save_whole(model, group, of_experts)
     return model
+
+
+def _group_of_experts(asked: Group | TensorGroup | None, group: TensorGroup) -> TensorGroup:
+    """Returns the group over which experts are spread."""
+    if asked is None:
+        return group
+    experts = TensorGroup.of(asked)
+    if experts.name == group.name:
+        return group
+    if group.y is not None or experts.y is not None:
+        raise ValueError(
+            "parallelize() was asked to spread experts over a group of their own beside a mesh of two "
+            "dimensions; use a mesh of one dimension."
+        )
+    if experts.copies is None:
+        raise ValueError(
+            f"experts={experts} is not the group of the mesh, {group}, and does not say which ranks hold the "
+            "same experts; pass runtime.ep of the Runtime whose tp is the mesh."
+        )
+    return experts
+
+
+def _check_experts(plan: Plan, styles: Mapping[str, str]) -> None:
+    if "experts" in styles.values():
+        return
+    whole = [f" ({name}: {why})" for name, why in plan.left_whole.items() if "experts" in name.split(".")]
+    raise ValueError(
+        "parallelize() was given a group for experts, but no experts of this model can be spread"
+        f"{whole[0] if whole else ''}; leave out experts=."
+    )
 
 
 def _watch(model: nn.Module, replaced: Mapping[str, ParallelModule], cut: CutModel) -> None:
@@ -197,7 +239,7 @@ def _parallel(
         if style == "embedding":
             new = VocabParallelEmbedding.from_embedding(module, group, **shared)
         elif style == "experts":
-            new = ParallelExperts.from_experts(module, group, tier=options["tier"], **shared)
+            new = ParallelExperts.from_experts(module, cut.experts, tier=options["tier"], **shared)
         elif style.startswith("row"):
             new = RowParallelLinear.from_linear(module, group, **shared, **options)
         else:

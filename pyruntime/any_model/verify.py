@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from pyruntime import ops
 from pyruntime.any_model.comparing import tensors_of
+from pyruntime.any_model.layer_hooks import ExpertsHook
 from pyruntime.comm.core import _C
 from pyruntime.nn.cut import memory_of
-from pyruntime.nn.parameters import TensorGroup
+from pyruntime.nn.parallel_experts import ParallelExperts
+from pyruntime.nn.parameters import TensorGroup, axis_names
 
 # Shares of a tensor's norm. A gradient smaller than _NOISE times the largest is compared with that instead.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -34,8 +36,8 @@ def verify(
     """Raises VerificationError on every rank where results of `model` differ from those of `reference`.
 
     model: the model that parallelize() returned. reference: the same model with the same weights, whole, on
-    every rank (copy.deepcopy before parallelize). batch: the arguments of one call, the same on every rank: a
-    mapping of keyword arguments, a tuple of positional ones, or one tensor.
+    every rank (copy.deepcopy before parallelize). batch: the arguments of one call, the same on every rank,
+    of the experts' group too: a mapping of keyword arguments, a tuple of positional ones, or one tensor.
 
     Both models run once, forward and backward, and every output and the gradient of every parameter are
     compared. The backward starts from the output's `loss` where there is one, else from a random weighting of
@@ -45,6 +47,7 @@ def verify(
     fp16."""
     expected, wanted = _run(reference, batch)
     found, got = _run(model, batch)
+    _divide_experts(model, got)
     message = _compare_outputs(dict(expected), dict(found), tolerance) or _compare_gradients(
         model, wanted, got, tolerance
     )
@@ -74,6 +77,27 @@ def _run(model: nn.Module, batch: Any) -> tuple[list[tuple[str, Tensor]], dict[s
     finally:
         for name, p in parameters.items():
             p.grad = kept[name]
+
+
+def _divide_experts(model: nn.Module, gradients: dict[str, Tensor]) -> None:
+    """Makes the gradients of experts over a group of their own those of one copy of the batch, of which every
+    data-parallel rank has run one."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, ParallelExperts) or layer.group.copies is None:
+            continue
+        tp = layer.hook.model.group.size if isinstance(layer.hook, ExpertsHook) else 1
+        share = tp / (layer.group.size * layer.group.copies.size())
+        for key, _ in layer.named_parameters(name):
+            if key in gradients:
+                for axis in axis_names(_copies(layer.group)):
+                    gradients[key] = ops.all_reduce(gradients[key].contiguous(), axis)
+                gradients[key] = gradients[key] * share
+
+
+def _copies(group: TensorGroup) -> list[TensorGroup]:
+    """Returns the groups of the ranks that hold the same experts, one for each dimension of their mesh."""
+    mesh = group.copies
+    return [] if mesh is None else [TensorGroup.of(mesh.get_group(dim)) for dim in range(mesh.ndim)]
 
 
 def _weighted(outputs: list[Tensor]) -> Tensor:
@@ -139,15 +163,17 @@ def _tolerance(like: Tensor) -> float:
     return _TOLERANCES.get(like.dtype, 1e-3)
 
 
+def _groups(model: nn.Module) -> list[TensorGroup]:
+    return [m.group for m in model.modules() if isinstance(getattr(m, "group", None), TensorGroup)]
+
+
 def _raise_everywhere(message: str, model: nn.Module) -> None:
     """Raises on every rank where one rank has a message."""
-    groups = [m.group for m in model.modules() if isinstance(getattr(m, "group", None), TensorGroup)]
     failed = 1.0 + dist.get_rank() if message else 0.0
-    for axis in groups[0].axes if groups else ():
-        if axis.size > 1:
-            flag = torch.tensor([failed], dtype=torch.float64, device=next(model.parameters()).device)
-            flags = ops.all_gather_stats(flag, axis.name).flatten()
-            failed = flags[flags > 0].min().item() if flags.any() else 0.0
+    for name in axis_names(_groups(model)):
+        flag = torch.tensor([failed], dtype=torch.float64, device=next(model.parameters()).device)
+        flags = ops.all_gather_stats(flag, name).flatten()
+        failed = flags[flags > 0].min().item() if flags.any() else 0.0
     if failed:
         what = (
             message

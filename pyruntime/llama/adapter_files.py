@@ -79,7 +79,7 @@ def save_adapters(
         except (OSError, SafetensorError) as cause:
             error = OSError(f"The adapters could not be written to {directory}: {cause}")
             error.__cause__ = cause
-    raise_everywhere(error, model.group, model.embed.weight.device, "write the adapters")
+    raise_everywhere(error, (model.group,), model.embed.weight.device, "write the adapters")
 
 
 def config_of(lora: LoRA, base: str | None) -> dict[str, Any]:

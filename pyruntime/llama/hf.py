@@ -148,7 +148,8 @@ def save_hf(
     if writer is not None and writer.error is not None:
         error = OSError(f"The checkpoint could not be written to {directory}: {writer.error}")
         error.__cause__ = writer.error
-    raise_everywhere(error, model.group, model.embed.weight.device, "write the checkpoint")
+    groups = (model.group, model.experts_over)
+    raise_everywhere(error, groups, model.embed.weight.device, "write the checkpoint")
 
 
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:

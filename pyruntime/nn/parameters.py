@@ -19,7 +19,7 @@ as `torch.tensor_split` cuts. Both agree where P divides n, and the largest shar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -129,6 +129,12 @@ class TensorGroup:
     def __repr__(self) -> str:
         second = "" if self.y is None else f"; y {self.y}"
         return f"{self.name!r}, rank {self.rank} of {self.size}{second}"
+
+
+def axis_names(groups: Iterable[TensorGroup]) -> list[str]:
+    """Returns the names of the axes of these groups that have several ranks, each once."""
+    axes = (axis for group in groups for axis in group.axes)
+    return list(dict.fromkeys(axis.name for axis in axes if axis.size > 1))
 
 
 def _unpickled(name: str, rank: int, size: int) -> TensorGroup:

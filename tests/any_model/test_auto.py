@@ -118,7 +118,7 @@ def test_styles_follow_from_who_reads_whom():
 
 def test_a_model_in_plain_torch_is_traced():
     for tied in (False, True):
-        plan = auto_plan(seeded(Transformer, tied), 2)
+        plan = auto_plan(seeded(Transformer, tied), 2, 2)
         expected = {
             **{f"blocks.{i}.{name}": "column" for i in range(2) for name in ("q", "k", "v", "mlp.0")},
             **{f"blocks.{i}.{name}": "row" for i in range(2) for name in ("out", "mlp.2")},
@@ -152,7 +152,7 @@ class Weighed(nn.Module):
 
 
 def test_what_cannot_be_cut_is_left_whole_with_a_reason():
-    plan = auto_plan(Weighed(), 2)
+    plan = auto_plan(Weighed(), 2, 2)
     assert plan.styles == {"up": "column", "down": "row"}
     assert plan.left_whole["head"] == "other code reads its weight"
     assert "cuts its features, which is 1, into chunks of 1" in plan.left_whole["score"]
@@ -177,7 +177,7 @@ class Branching(nn.Module):
 )
 def test_what_it_cannot_be_sure_of_is_refused(model, sentence):
     with pytest.raises(ValueError) as caught:
-        auto_plan(model(), 2)
+        auto_plan(model(), 2, 2)
     assert sentence in str(caught.value) and "pass a mapping" in str(caught.value)
 
 

@@ -24,9 +24,9 @@ from pyruntime.nn.parameters import shard_bounds
 from pyruntime.text import block_name
 
 
-def auto_plan(model: nn.Module, tp: int) -> Plan:
-    """Makes the plan for `model` over `tp` ranks. Reads no weights and communicates nothing. A model without
-    a plan of transformers is run once on a few tokens, or traced by torch.fx.
+def auto_plan(model: nn.Module, tp: int, ep: int) -> Plan:
+    """Makes the plan for `model` over `tp` ranks, and its experts over `ep`. Reads no weights and exchanges
+    nothing. A model without a plan of transformers is run once on a few tokens, or traced by torch.fx.
 
     Raises ValueError where the model is parallel already, has no linear that can be cut, or has no plan and
     cannot be traced."""
@@ -48,7 +48,7 @@ def auto_plan(model: nn.Module, tp: int) -> Plan:
     modules = dict(model.named_modules())
     _spread_experts(modules, styles, left)
     for name in list(styles):
-        if why := _too_small(modules[name], styles[name], tp):
+        if why := _too_small(modules[name], styles[name], tp, ep):
             del styles[name]
             left[name] = why
     _leave_ties(model, styles, left)
@@ -122,7 +122,7 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or is_transposed(module)
 
 
-def _too_small(module: nn.Module, style: str, tp: int) -> str:
+def _too_small(module: nn.Module, style: str, tp: int, ep: int) -> str:
     """Says why some rank would get nothing; "" where every rank gets a part."""
     module = getattr(module, "base_layer", module)  # inside a linear with adapters
     if style == "embedding":
