@@ -66,11 +66,6 @@ def report(config: RunConfig, ranks: int, per_host: int) -> str:
                 f"{key}={wire}: mesh counts only bytes that are not rounded; leave the option out, or read "
                 "them in the metrics of a run."
             )
-    if run.mesh.experts_over != run.mesh.tp:
-        raise ConfigError(
-            f"parallel.ep={run.mesh.ep}: mesh counts rows of experts over the tensor-parallel ranks only; "
-            "leave the option out, or read bytes in the metrics of a run."
-        )
     if ranks % per_host:
         raise ConfigError(f"--ranks_per_host={per_host} does not divide {ranks} ranks; use a divisor.")
     on_device = config.train.device == "cuda"
@@ -94,6 +89,7 @@ def report(config: RunConfig, ranks: int, per_host: int) -> str:
     rows_of = {"cp": grid.movedim(2, -1), "pp": grid.movedim(0, -1), "tp": grid.movedim(3, -1)}
     axes: list[tuple[str, torch.Tensor, str, float]] = [
         ("tp", rows_of["tp"].reshape(-1, tp), "rows of activations and their gradients", found["tp"]),
+        ("ep", grid.reshape(-1, mesh.ep or 1), "rows of experts and their gradients", found.get("ep", 0.0)),
         ("tp y", grid.reshape(-1, y), "sums over features of the stream", found.get("y", 0.0)),
         ("cp", rows_of["cp"].reshape(-1, mesh.cp), "keys, values, sums of gradients", found["cp"]),
         ("pp", rows_of["pp"].reshape(-1, mesh.pp), "the stream between stages", found["pp"]),

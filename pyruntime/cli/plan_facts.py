@@ -63,6 +63,8 @@ def settings(job: Job, mesh: Mesh) -> dict[str, dict[str, Any]]:
     parallel: dict[str, Any] = {"tp": tp, "pp": mesh.pp, "cp": mesh.cp, "dp": mesh.dp}
     if mesh.dp * mesh.cp > 1 and not mesh.tau and not mesh.is_axonn:
         parallel |= {"zero": mesh.zero, "dp_replicate": mesh.replicate}
+    if mesh.ep:
+        parallel["ep"] = mesh.ep
     train: dict[str, Any] = {
         "batch_size": job.batch,
         "micro_batch_size": mesh.micro_batch,

@@ -210,7 +210,7 @@ def _states_of_rank(
     cut = mesh.tp * mesh.x * mesh.y * mesh.z
     # Experts are whole: the fullest rank has more than its share.
     of_all = layers * model.layer_experts
-    fullest = of_all * model.fullest(mesh.experts_over) / _cut_of_experts(mesh)
+    fullest = of_all * model.fullest(mesh.experts_over) / cut_of_experts(mesh)
     parameters = (matrices - of_all) / cut + vectors
     if job.adapters is None:
         weights, gradients, optimizer = states(parameters, mesh, micro_batches, rules)
@@ -240,7 +240,8 @@ def _states_of_rank(
     return weights, gradients, optimizer, muon
 
 
-def _cut_of_experts(mesh: Mesh) -> int:
+def cut_of_experts(mesh: Mesh) -> int:
+    """Returns by how much a rank's share of the experts is less than all."""
     return mesh.experts_over * mesh.x * mesh.y * mesh.z
 
 
@@ -270,7 +271,7 @@ def memory_of_rank(
         # The whole weights, and beside them the shard that ZeRO 3 leaves a rank.
         shards = mesh.z * (mesh.shard if mesh.zero == 3 else 1)
         of_experts = layers * model.layer_experts
-        whole = ((matrices - of_experts) / cut + of_experts / _cut_of_experts(mesh)) * mesh.z + vectors
+        whole = ((matrices - of_experts) / cut + of_experts / cut_of_experts(mesh)) * mesh.z + vectors
         start = rules.weight * whole * (1 + 1 / shards if shards > 1 else 1) + process
     tokens = mesh.micro_batch * job.seq / mesh.cp
     one, again = _one_layer(model, tokens, mesh, rules), mesh.recompute != "none"

@@ -103,9 +103,14 @@ class Mesh:
         return self.ep or self.tp
 
     @property
+    def experts_copies(self) -> int:
+        """Ranks that hold the same experts, in each of `replicate` groups."""
+        return self.dp // self.replicate * self.cp * self.tp // self.experts_over
+
+    @property
     def experts_shard(self) -> int:
-        """Ranks over which ZeRO cuts experts: those that hold the same ones."""
-        return self.shard * self.tp // self.experts_over if self.zero and not self.tau else 1
+        """Ranks over which ZeRO cuts experts."""
+        return self.experts_copies if self.zero and not self.tau else 1
 
     @property
     def samples(self) -> int:
@@ -121,6 +126,7 @@ class Mesh:
         model = self.tp * self.x * self.y * self.z
         before = {
             "tp": 1,
+            "ep": 1,
             "y": 1,
             "x": self.y,
             "z": self.y * self.x,
@@ -128,6 +134,8 @@ class Mesh:
             "shard": model,
             "dp": model * self.cp,
             "replicate": model * self.cp * (self.dp // self.replicate),
+            "experts shard": self.experts_over,
+            "experts replicate": self.experts_over * self.experts_copies,
             "pp": model * self.cp * self.dp,
         }
         return before[axis]

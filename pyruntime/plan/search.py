@@ -59,6 +59,8 @@ class SearchSpace:
     hybrid: bool = True
     """ZeRO inside groups of data-parallel ranks (HSDP)."""
     recompute: bool = True
+    expert_groups: bool = True
+    """Experts over other ranks than the tensor-parallel ones."""
     kinds: tuple[PipelineKind, ...] = PLANNED_KINDS
 
 
@@ -115,6 +117,7 @@ def _bounded(job: Job, choice: SearchSpace) -> tuple[list[Mesh], tuple[str, ...]
         ("4D meshes", {"axonn": False}),
         ("pipelines but 1F1B and ZB-V", {"kinds": tuple(set(choice.kinds) & {*FEW_PLANNED_KINDS})}),
         ("CO2", {"co2": False}),
+        ("experts over groups of their own", {"expert_groups": False}),
     )
     for words, narrower in narrowings:
         narrowed = replace(choice, **narrower)
@@ -152,7 +155,14 @@ def _rank(candidate: Candidate) -> tuple:
 def complexity(mesh: Mesh) -> tuple[int, ...]:
     """Returns a sort key; the lesser of two meshes of equal time is simpler and preferred."""
     axes = sum(getattr(mesh, name) > 1 for name in ("tp", "cp", "pp", "dp", "x", "y", "z"))
-    extras = (mesh.recompute != "none", mesh.is_axonn, mesh.tau > 0, mesh.replicate > 1, mesh.kind != "1f1b")
+    extras = (
+        mesh.recompute != "none",
+        mesh.is_axonn,
+        mesh.tau > 0,
+        mesh.replicate > 1,
+        mesh.kind != "1f1b",
+        mesh.ep > 0,
+    )
     return (axes + sum(extras) + mesh.virtual, mesh.zero, mesh.pp, mesh.tp)
 
 
@@ -177,7 +187,8 @@ def meshes(job: Job, choice: SearchSpace) -> Iterator[Mesh]:
                     base = Mesh(tp=tp, cp=cp, dp=dp, pp=pp, micro_batch=micro)
                     for pipelined in _schedules(job, base, choice):
                         for recompute in recomputes:
-                            yield from _sharded(replace(pipelined, recompute=recompute), choice)
+                            for each in _sharded(replace(pipelined, recompute=recompute), choice):
+                                yield from _with_experts(job, each, choice)
     if choice.axonn:
         yield from _axonn(job, recomputes)
 
@@ -215,6 +226,18 @@ def _sharded(mesh: Mesh, choice: SearchSpace) -> Iterator[Mesh]:
                     yield replace(mesh, zero=zero, replicate=replicate)
     if choice.co2 and mesh.dp > 1:
         yield replace(mesh, zero=0, tau=1)
+
+
+def _with_experts(job: Job, mesh: Mesh, choice: SearchSpace) -> Iterator[Mesh]:
+    """Yields the mesh with experts over the tensor-parallel ranks, and over groups of their own that give
+    each rank equally many."""
+    yield mesh
+    if not (job.model.experts and choice.expert_groups) or mesh.tau:
+        return
+    sharing = mesh.tp * mesh.cp * mesh.dp // mesh.replicate
+    for ep in divisors(math.gcd(sharing, job.model.experts)):
+        if ep != mesh.tp:
+            yield replace(mesh, ep=ep)
 
 
 def _axonn(job: Job, recomputes: Sequence[Recomputation]) -> Iterable[Mesh]:

@@ -14,7 +14,13 @@ from typing import assert_never
 
 from pyruntime.plan import axonn, co2
 from pyruntime.plan.communication import Link, all_gather, all_reduce, link, own_seconds, send
-from pyruntime.plan.memory import BUCKET_BYTES, Rules, layer_activations, parameters_of_rank
+from pyruntime.plan.memory import (
+    BUCKET_BYTES,
+    Rules,
+    cut_of_experts,
+    layer_activations,
+    parameters_of_rank,
+)
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.overlap import Exposed, LinearShape, Overlap, exposed, exposed_of, linears
 from pyruntime.plan.pipelines import bubble, last_stage_rank, layers_by_rank
@@ -86,6 +92,29 @@ class StepSeconds:
         return self.compute + self.recompute + self.exposed + self.bubble + self.optimizer
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """What a rank exchanges of some parameters with the ranks that hold the same ones."""
+
+    parameters: float
+    gradients: float
+    """Bytes of gradients that travel."""
+    over: Link
+    """The ranks over which ZeRO cuts."""
+    replicas: Link
+    """The groups of these."""
+
+    def seconds(self) -> tuple[float, float, float, float]:
+        """Returns the seconds of gradients and of weights, and of these the rank's own for each."""
+        part = self.gradients / self.over.size
+        return (
+            all_gather(self.gradients, self.over) + all_reduce(part, self.replicas),
+            all_gather(2 * self.parameters, self.over),
+            own_seconds(self.gradients, self.over) + 2 * own_seconds(part, self.replicas),
+            own_seconds(2 * self.parameters, self.over),
+        )
+
+
 class Predictor:
     """Predicts steps of one job; computes once what many meshes share.
 
@@ -116,7 +145,7 @@ class Predictor:
 
     def layer(self, mesh: Mesh) -> LayerSeconds:
         """Returns the seconds of one layer and one micro-batch."""
-        key = (mesh.tp, mesh.cp, mesh.x, mesh.y, mesh.z, mesh.micro_batch, mesh.slices)
+        key = (mesh.tp, mesh.ep, mesh.cp, mesh.x, mesh.y, mesh.z, mesh.micro_batch, mesh.slices)
         if key not in self._layers:
             axonn = mesh.is_axonn and not self.sums_whole
             self._layers[key] = self._axonn_layer(mesh) if axonn else self._layer(mesh)
@@ -153,11 +182,13 @@ class Predictor:
         regather = not tp.crosses if self.regather is None else self.regather
         # Each slice is multiplied and sent by itself, so latencies count once for each slice.
         of_slice = tokens / mesh.slices
+        over = [self._over(mesh, each, of_slice, tp) for each in linears(model)]
         found = tuple(
-            exposed_of(each, of_slice, tp, self._flops(each, ranks, mesh.y), self.overlap, regather, over_y)
-            for each in linears(model)
+            exposed_of(each, rows, group, self._flops(each, ranks, mesh.y), self.overlap, regather, over_y)
+            for each, (rows, group) in zip(linears(model), over, strict=True)
         )
-        weights = model.layer_matrices / (ranks * mesh.y)
+        weights = (model.layer_matrices - model.layer_experts) / (ranks * mesh.y)
+        weights += model.layer_experts / cut_of_experts(mesh)
         gemms = mesh.slices * (sum(each.compute for each in found) + self._loading(weights))
         attention = model.attention_flops(int(tokens), job.seq, causal=job.causal) / ranks
         attention /= cluster.attention_flops
@@ -168,12 +199,18 @@ class Predictor:
         norms = NORMS_OF_A_LAYER * self._square_sums(mesh, tokens)
         tp_forward = mesh.slices * sum(each.forward for each in found) + norms
         tp_backward = mesh.slices * sum(each.backward for each in found) + norms
-        transfers = mesh.slices * sum(each.transfer for each in found) + norms
         back = mesh.slices * sum(each.transfers_backward for each in found) + norms
         if self.overlap == "filler":
             tp_backward = max(0.0, back - 2 * gemms - backward * attention)
         cp_forward, cp_backward, ring = self._ring(mesh, tokens, attention, backward)
         cp_crosses, crosses = self.link(mesh, "cp", mesh.cp).crosses, tp.crosses or over_y.crosses
+        between = [(norms, norms)] if crosses else [(0.0, 0.0)]
+        between += [
+            (mesh.slices * each.transfer, mesh.slices * each.transfers_backward)
+            for each, (_, group) in zip(found, over, strict=True)
+            if group.crosses or over_y.crosses
+        ]
+        occupied, occupied_back = map(sum, zip(*between, strict=True))
         return LayerSeconds(
             forward=gemms + attention + 2 * moved + overhead,
             backward_input=gemms + backward * attention + 3 * moved + overhead,
@@ -183,10 +220,17 @@ class Predictor:
             tp_backward=tp_backward,
             cp_forward=cp_forward,
             cp_backward=cp_backward,
-            between_forward=transfers * crosses + ring * cp_crosses,
-            between_backward=back * crosses + 2 * ring * cp_crosses,
+            between_forward=occupied + ring * cp_crosses,
+            between_backward=occupied_back + 2 * ring * cp_crosses,
             linears=found,
         )
+
+    def _over(self, mesh: Mesh, linear: LinearShape, tokens: float, tp: Link) -> tuple[float, Link]:
+        """Returns the rows over the group of a linear, of `tokens` over the tensor-parallel one, and its
+        link: that of experts, if these lie over a group of their own."""
+        if mesh.ep and linear.alone is not None:
+            return tokens * mesh.ep / mesh.tp, self.link(mesh, "ep", mesh.ep)
+        return tokens, tp
 
     def _flops(self, linear: LinearShape, tp: int, y: int = 1) -> float:
         """Returns the operations/s of a rank's part of the linear."""
@@ -363,7 +407,27 @@ class Predictor:
         layers = layers_by_rank(self.job.model, mesh)[0]
         first_is_last = last_stage_rank(mesh) == 0
         cut = mesh.tp * mesh.x * mesh.y * mesh.z
-        return sum(parameters_of_rank(self.job.model, cut, layers, True, first_is_last))
+        of_experts = layers * self.job.model.layer_experts
+        whole = sum(parameters_of_rank(self.job.model, cut, layers, True, first_is_last))
+        return whole - of_experts / cut + of_experts / cut_of_experts(mesh)
+
+    def exchanges(self, mesh: Mesh) -> list[Exchange]:
+        """Returns what data parallelism exchanges for the parameters of the pipeline's rank 0: one, or two
+        if experts lie over a group of their own."""
+        size = mesh.dp // mesh.replicate * mesh.cp
+        over = self.link(mesh, "shard", size), self.link(mesh, "replicate", mesh.replicate)
+        parameters, travelling = self.parameters(mesh), self.gradient_bytes(mesh)
+        if not mesh.ep:
+            return [Exchange(parameters, travelling, *over)]
+        experts = layers_by_rank(self.job.model, mesh)[0] * self.job.model.layer_experts / mesh.ep
+        of_experts = (
+            self.link(mesh, "experts shard", mesh.experts_copies),
+            self.link(mesh, "experts replicate", mesh.replicate),
+        )
+        return [
+            Exchange(parameters - experts, travelling - self.reduce_bytes * experts, *over),
+            Exchange(experts, self.reduce_bytes * experts, *of_experts),
+        ]
 
     def gradient_bytes(self, mesh: Mesh) -> float:
         """Returns the gradient bytes of the pipeline's rank 0 that travel over dp and cp in a step. All
@@ -382,8 +446,9 @@ class Predictor:
         it is gathered twice before and stays."""
         model = self.job.model
         if last_stage_rank(mesh):
-            last = model.layer_experts / 3 if model.experts else model.hidden * model.ffn
-            return (model.embedding + last) / mesh.tp
+            if model.experts:
+                return model.embedding / mesh.tp + model.layer_experts / 3 / mesh.experts_over
+            return (model.embedding + model.hidden * model.ffn) / mesh.tp
         return 0.0 if model.tied else 2 * model.head / mesh.tp
 
     def _sums(self, mesh: Mesh, micro_batches: int) -> float:
@@ -400,26 +465,22 @@ class Predictor:
         """Returns the exposed seconds of gradients and weights over dp and cp, and the optimizer's seconds.
         head: seconds of its GEMM if the rank has it."""
         cluster = self.job.cluster
-        parameters = self.parameters(mesh)
-        held = parameters / mesh.shard if mesh.zero else parameters
+        parameters, exchanges = self.parameters(mesh), self.exchanges(mesh)
+        held = sum(each.parameters / (each.over.size if mesh.zero else 1) for each in exchanges)
         optimizer = held * OPTIMIZER_BYTES[self.job.rounding] / cluster.memory_bandwidth
         if mesh.tau or mesh.dp * mesh.cp == 1:
             return 0.0, optimizer
         zero = mesh.zero if not mesh.is_axonn else 0
-        size = mesh.dp // mesh.replicate * mesh.cp
-        over = self.link(mesh, "shard", size)
-        replicas = self.link(mesh, "replicate", mesh.replicate)
-        travelling = self.gradient_bytes(mesh)
-        gradients = all_gather(travelling, over) + all_reduce(travelling / size, replicas)
-        weights = all_gather(2 * parameters, over)
-        own_gradients = own_seconds(travelling, over) + 2 * own_seconds(travelling / size, replicas)
-        own_weights = own_seconds(2 * parameters, over)
+        gradients, weights, own_gradients, own_weights = (
+            sum(each) for each in zip(*(exchange.seconds() for exchange in exchanges), strict=True)
+        )
+        crosses = any(each.over.crosses for each in exchanges)
         forward = head + layers * (one.forward + one.tp_forward + one.cp_forward)
         backward = 2 * head + layers * (
             one.backward_input + one.backward_weight + one.tp_backward + one.cp_backward
         )
-        busy_forward = layers * one.between_forward if over.crosses else 0.0
-        busy_backward = layers * one.between_backward if over.crosses else 0.0
+        busy_forward = layers * one.between_forward if crosses else 0.0
+        busy_backward = layers * one.between_backward if crosses else 0.0
         window_forward, window_backward = max(0.0, forward - busy_forward), max(0.0, backward - busy_backward)
         if self.overlap == "none":
             window_forward = window_backward = own_gradients = own_weights = 0.0

@@ -18,8 +18,9 @@ def _bytes_over(size: int, crosses: bool = False) -> Link:
 
 
 def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
-    """Returns bytes by axis: tp, cp, pp (for a rank with neighbours on both sides), `gradients` and `weights`
-    of data parallelism over dp and cp ranks, and sums over `replicas`. element: bytes of an activation, a
+    """Returns bytes by axis: tp, ep if experts lie over a group of their own, cp, pp (for a rank with
+    neighbours on both sides), `gradients` and `weights` of data parallelism over dp and cp ranks, and sums
+    over `replicas`. element: bytes of an activation, a
     weight and a gradient.
 
     tp and cp count the pipeline's rank with most layers, data parallelism its first rank. cp is an upper
@@ -40,26 +41,34 @@ def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
     tokens = mesh.micro_batch * job.seq / mesh.cp
     passes = 2 if mesh.recompute == "full" else 1
 
-    tp = _bytes_over(mesh.tp, predictor.link(mesh, "tp", mesh.tp).crosses)
-    found = [exposed_of(each, tokens, tp, 1.0, "none", regather=not tp.crosses) for each in linears(model)]
-    of_linears = sum(passes * each.transfer + each.transfers_backward for each in found)
+    def of_linears(axis: str, size: int, *, experts: bool) -> float:
+        """Returns the bytes of a layer's linears whose rows travel over the axis."""
+        over = _bytes_over(size, predictor.link(mesh, axis, size).crosses)
+        wanted = [each for each in linears(model) if (each.alone is not None and mesh.ep > 0) == experts]
+        rows = tokens / mesh.tp * size
+        found = [exposed_of(each, rows, over, 1.0, "none", regather=not over.crosses) for each in wanted]
+        return sum(passes * each.transfer + each.transfers_backward for each in found)
 
     keys = (mesh.cp - 1) * tokens * 2 * model.kv_heads * model.head_dim / mesh.tp
     stages = 2 if mesh.kind == "zb-v" else mesh.virtual
     stream = tokens * model.hidden / mesh.tp
 
-    shard, replicas = _bytes_over(mesh.dp // mesh.replicate * mesh.cp), _bytes_over(mesh.replicate)
-    travelling = predictor.gradient_bytes(mesh)
-    weights = all_gather(2 * predictor.parameters(mesh), shard)
-    if mesh.zero == 3:
-        weights *= 2 * micro_batches
+    of_replicas = {"gradients": 0.0, "weights": 0.0, "replicas": 0.0}
+    for each in predictor.exchanges(mesh):
+        shard, replicas = _bytes_over(each.over.size), _bytes_over(each.replicas.size)
+        weights = all_gather(2 * each.parameters, shard)
+        of_replicas["gradients"] += scale * all_gather(each.gradients, shard)
+        of_replicas["weights"] += scale * weights * (2 * micro_batches if mesh.zero == 3 else 1)
+        of_replicas["replicas"] += scale * all_reduce(each.gradients / shard.size, replicas)
+    of_experts = {}
+    if mesh.ep:
+        of_experts["ep"] = scale * micro_batches * layers * of_linears("ep", mesh.ep, experts=True)
     return {
-        "tp": scale * micro_batches * layers * of_linears,
+        "tp": scale * micro_batches * layers * of_linears("tp", mesh.tp, experts=False),
+        **of_experts,
         "cp": micro_batches * layers * keys * (element * (passes + 1) + 4),
         "pp": scale * 2 * 2 * stages * stream * micro_batches if mesh.pp > 1 else 0.0,
-        "gradients": scale * all_gather(travelling, shard),
-        "weights": scale * weights,
-        "replicas": scale * all_reduce(travelling / shard.size, replicas),
+        **of_replicas,
     }
 
 

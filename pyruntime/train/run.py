@@ -311,8 +311,6 @@ def _watch(job: RankRun) -> Watch:
     predicted_s = None
     if output.cluster and run.config.lora.rank:
         job.say("plan   the seconds of a step are not predicted for low-rank adapters")
-    elif output.cluster and run.mesh.experts_over != run.mesh.tp:
-        job.say("plan   the seconds of a step are not predicted for experts over groups of their own")
     elif output.cluster:
         cluster = find_cluster(output.cluster)
         predicted_s = predicted(*planned(run, cluster)).total

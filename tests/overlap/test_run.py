@@ -206,6 +206,11 @@ def test_a_configuration_is_to_the_planner_what_the_planner_wrote():
     assert found == mesh
     assert dataclasses.replace(again, model=job.model) == job
 
+    mixture = dataclasses.replace(job, model=find_model("mixtral-8x7b"))
+    mesh = dataclasses.replace(mesh, ep=4)
+    config = config_file.from_dict(settings(mixture, mesh), "the test")
+    assert planned(resolve(config, PRESETS["mixtral-8x7b"], 16), job.cluster)[1] == mesh
+
 
 def stopped_run(group, config):
     stop = StopRequest()

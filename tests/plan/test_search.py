@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -167,7 +166,6 @@ def test_the_planner_knows_of_no_models_code_executor_or_trainer():
             assert name.startswith("pyruntime.plan") or name in allowed, f"{source.name} imports {name}"
 
 
-def test_a_search_takes_well_under_a_second_for_a_node():
-    started = time.process_time()
-    search(job("llama3-8b", "dgx-h100", 8, 64, 8192))
-    assert time.process_time() - started < 1
+def test_a_node_has_so_few_meshes_that_a_search_takes_half_a_second():
+    """About 0.1 ms for each on one core."""
+    assert search(job("llama3-8b", "dgx-h100", 8, 64, 8192)).considered < 5_000

@@ -82,7 +82,7 @@ def test_an_order_of_the_service_ends_the_call(hole, member):
     threading.Timer(0.3, end.sendall, [b'{"type": "exchange", "attempt": 2, "members": []}\n']).start()
     began = time.monotonic()
     mine._take_part(order(hole), torch.ones(10))
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 2.4  # below the deadline
     assert mine._next()["attempt"] == 2
 
 
@@ -101,7 +101,7 @@ def found(mine, attempt: int, name: str) -> socket.socket:
 
 
 def test_callers_that_say_nothing_keep_nobody_waiting_and_are_sent_away(member, monkeypatch):
-    monkeypatch.setattr(members, "HEADER_S", 1.5)
+    monkeypatch.setattr(members, "HEADER_S", 3.0)
     mine, _ = member
     with contextlib.ExitStack() as held:
         silent = [held.enter_context(call(mine, data)) for data in (b"", b'{"type": "exch', b"{")]
@@ -109,12 +109,12 @@ def test_callers_that_say_nothing_keep_nobody_waiting_and_are_sent_away(member, 
         message = {"type": "exchange", "attempt": 3, "from": "other"}
         held.enter_context(call(mine, json.dumps(message).encode() + b"\nwhat follows"))
         connection = held.enter_context(found(mine, 3, "other"))
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 2.5  # below HEADER_S
         connection.settimeout(5)
         assert connection.recv(100) == b"what follows", "nothing past the message is read"
         silent[2].sendall(b"}")  # still no whole message, and no more time for it
         for each in silent:
-            each.settimeout(5)
+            each.settimeout(10)
             assert each.recv(1) == b""
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -92,19 +91,19 @@ def test_a_later_batch_is_the_same_whether_those_before_were_taken(tmp_path):
 
 def test_the_next_batch_is_read_while_a_step_computes(tmp_path, monkeypatch):
     made = Batches(numbers(tmp_path, [5000]), 1, batch_size=2, seq_len=32, vocab_size=5000)
-    read, readers = made.read, []
+    read, readers, ready = made.read, [], threading.Event()
 
-    def slow(first):
+    def noted(first):
         readers.append((first, threading.current_thread() is threading.main_thread()))
-        time.sleep(0.2)
-        return read(first)
+        found = read(first)
+        if first == 2:
+            ready.set()
+        return found
 
-    monkeypatch.setattr(made, "read", slow)
+    monkeypatch.setattr(made, "read", noted)
     made.take(0)
-    time.sleep(0.3)  # the step
-    begin = time.monotonic()
+    assert ready.wait(30)  # in the step, before anybody takes it
     made.take(2)
-    assert time.monotonic() - begin < 0.1
     assert readers[:2] == [(0, True), (2, False)]
 
 
