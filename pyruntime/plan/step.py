@@ -93,7 +93,7 @@ class StepSeconds:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class DataParallelExchange:
     """What a rank exchanges of some parameters with the ranks that hold the same ones."""
 
     parameters: float
@@ -411,22 +411,22 @@ class Predictor:
         whole = sum(parameters_of_rank(self.job.model, cut, layers, True, first_is_last))
         return whole - of_experts / cut + of_experts / cut_of_experts(mesh)
 
-    def exchanges(self, mesh: Mesh) -> list[Exchange]:
+    def exchanges(self, mesh: Mesh) -> list[DataParallelExchange]:
         """Returns what data parallelism exchanges for the parameters of the pipeline's rank 0: one, or two
         if experts lie over a group of their own."""
         size = mesh.dp // mesh.replicate * mesh.cp
         over = self.link(mesh, "shard", size), self.link(mesh, "replicate", mesh.replicate)
         parameters, travelling = self.parameters(mesh), self.gradient_bytes(mesh)
         if not mesh.ep:
-            return [Exchange(parameters, travelling, *over)]
+            return [DataParallelExchange(parameters, travelling, *over)]
         experts = layers_by_rank(self.job.model, mesh)[0] * self.job.model.layer_experts / mesh.ep
         of_experts = (
             self.link(mesh, "experts shard", mesh.experts_copies),
             self.link(mesh, "experts replicate", mesh.replicate),
         )
         return [
-            Exchange(parameters - experts, travelling - self.reduce_bytes * experts, *over),
-            Exchange(experts, self.reduce_bytes * experts, *of_experts),
+            DataParallelExchange(parameters - experts, travelling - self.reduce_bytes * experts, *over),
+            DataParallelExchange(experts, self.reduce_bytes * experts, *of_experts),
         ]
 
     def gradient_bytes(self, mesh: Mesh) -> float:
