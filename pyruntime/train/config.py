@@ -176,8 +176,8 @@ class Dpo:
     rejected answer (docs/how-to/finetune.md)."""
 
     beta: float = 0.0
-    """How strongly the model is held to the reference, such as 0.1; the loss is equation 7 of the paper. 0: no
-    DPO."""
+    """How strongly the model is held to the reference, such as 0.1; the loss is equation 7 of the paper.
+    0: no DPO."""
     reference: str = ""
     """File of the reference's log-probabilities, written if it does not exist. The reference is the model as
     the run begins, without adapters. Empty: RUN_DIR/reference.safetensors."""

@@ -396,13 +396,13 @@ def check_pairs(config: RunConfig, texts: Sequence[Tokenized]) -> None:
         what = ", ".join(text.wanted.paths) or text.wanted.name
         if text.facts.pairs and not config.dpo.beta:
             raise ConfigError(
-                f"data.paths: {what} holds pairs of answers (chosen, rejected), which are learned by DPO; set "
-                "dpo.beta, such as 0.1, or give conversations."
+                f"data.paths: {what} holds pairs of answers (chosen, rejected), which are learned by DPO; "
+                "set dpo.beta, such as 0.1, or give conversations."
             )
         if config.dpo.beta and not text.facts.pairs:
             raise ConfigError(
-                f"dpo.beta={config.dpo.beta:g} learns from pairs of answers, and {what} holds none; give files "
-                'whose lines have "chosen" and "rejected", or leave out dpo.beta.'
+                f"dpo.beta={config.dpo.beta:g} learns from pairs of answers, and {what} holds none; give "
+                'files whose lines have "chosen" and "rejected", or leave out dpo.beta.'
             )
 
 

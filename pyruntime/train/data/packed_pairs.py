@@ -26,7 +26,7 @@ class PackedPairs:
         is_taken = self._sizes.min(axis=1) > 0
         self.cut = self.left_out = 0
         """Pairs that were cut, and left out, because they are longer than a sample."""
-        for number in np.flatnonzero(is_taken & (self._sizes.sum(axis=1) > seq_len)):
+        for number in np.flatnonzero(is_taken & (self._sizes.sum(axis=1) > seq_len)).tolist():
             sizes = self._sizes[number]
             self._sizes[number] = np.minimum(sizes, np.maximum(seq_len // 2, seq_len - sizes[::-1]))
             is_taken[number] = all((self._stored(number, answer)[1:] & 1).any() for answer in (0, 1))

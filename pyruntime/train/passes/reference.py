@@ -101,21 +101,22 @@ def read(path: Path, facts: Mapping[str, str], sizes: Mapping[str, int]) -> dict
         with safe_open(path, "pt") as file:
             held = file.metadata() or {}
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        theirs = json.loads(held["facts"]) if held.get("format") == FORMAT else None
-        is_whole = isinstance(theirs, dict) and held.get("digest") == _digest(found)
+        theirs = json.loads(held["facts"]) if held.get("format") == FORMAT else {}
+        is_whole = isinstance(theirs, dict) and bool(theirs) and held.get("digest") == _digest(found)
     except (OSError, SafetensorError, ValueError, KeyError, RecursionError) as error:
         if not os.path.isfile(path):
             raise ConfigError(
                 f"dpo.reference: {path} is not a file here; name one that all ranks see."
             ) from error
         is_whole = False
+        theirs = {}
     if not is_whole:
         raise ConfigError(f"dpo.reference: {path} is damaged, or no reference; {remove}.")
     for what in (*facts, *(name for name in theirs if name not in facts)):
         if theirs.get(what) != facts.get(what):
             raise ConfigError(
-                f"dpo.reference: {path} is not of this run: {what} is {facts.get(what, 'not there')} here and "
-                f"{theirs.get(what, 'not there')} in the file; {remove}."
+                f"dpo.reference: {path} is not of this run: {what} is {facts.get(what, 'not there')} here "
+                f"and {theirs.get(what, 'not there')} in the file; {remove}."
             )
     if {name: tuple(each.shape) for name, each in found.items()} != {n: (c, 2) for n, c in sizes.items()}:
         raise ConfigError(f"dpo.reference: {path} is damaged: it holds other pairs than it says; {remove}.")
