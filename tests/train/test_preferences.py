@@ -167,16 +167,18 @@ def on(config, name, folder):
     return jobs.changed(config, "output", run_dir=str(folder))
 
 
-def check_rewards(found, expected):
-    for name in REWARDS:
+def check_rewards(found, expected, names=REWARDS):
+    for name in names:
         for one, other in zip(jobs.curve(found, name), jobs.curve(expected, name), strict=True):
             assert one == pytest.approx(other, abs=2e-4)
-    for one, other in zip(found, expected, strict=True):
-        assert (one.val_rewards or {}) == pytest.approx(other.val_rewards or {}, abs=2e-4)
+        key = name.removeprefix("rewards_")
+        for one, other in zip(found, expected, strict=True):
+            assert (one.val_rewards is None) == (other.val_rewards is None)
+            assert not one.val_rewards or one.val_rewards[key] == pytest.approx(other.val_rewards[key], abs=2e-4)
 
 
 @pytest.mark.parametrize("name", MESHES)
-@pytest.mark.second_tier(but=["zero 3 and cp", "pp and cp", "unequal"])
+@pytest.mark.second_tier(but=["pp and cp"])
 def test_every_mesh_learns_the_same(ranks, drawn, whole, name, tmp_path):
     found = ranks.run(jobs.history, 4, on(drawn, name, tmp_path))
     jobs.check_curves(found, whole)
@@ -239,6 +241,7 @@ def test_the_reference_is_the_model_as_the_run_begins(ranks, drawn, model, name,
     assert pairs == len(lines()) - 1  # of one nothing is left to learn
 
 
+@pytest.mark.second_tier
 def test_a_run_without_a_file_begins_with_rewards_of_0_and_keeps_the_reference(ranks, drawn, tmp_path):
     config = jobs.changed(on(drawn, "zero 0", tmp_path), "dpo", reference="")
     config = jobs.changed(config, "train", micro_batch_size=1)
@@ -295,7 +298,7 @@ def test_with_adapters_the_reference_is_the_model_without_them(ranks, drawn, who
     assert abs(one[0].rewards_chosen) > 1e-2
     found = ranks.run(jobs.history, 4, on(config, name, tmp_path))
     jobs.check_curves(found, one)
-    check_rewards(found[0], one)
+    check_rewards(found[0], one, REWARDS[:3])  # rounding decides which of two equal answers has more
 
 
 def test_equal_answers_teach_nothing(ranks, drawn, tmp_path):
@@ -406,7 +409,7 @@ def test_a_run_prefers_what_was_chosen_and_shows_it(ranks, tmp_path, capsys):
     assert steps[-1]["rewards_accuracies"] > 0.9 and steps[-1]["val_rewards"]["accuracies"] > 0.9
     assert steps[-1]["val_loss"] < steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert (run_dir / "reference.safetensors").is_file() and (run_dir / "model").is_dir()
-    main.main(["report", str(run_dir)])
+    main(["report", str(run_dir)])
     page = (run_dir / "report.html").read_text()
     assert '"rewards_margins"' in page and "reward margin" in page
     line = describe(StepMetrics(**{key: value for key, value in steps[-1].items()}), 12)

@@ -53,16 +53,16 @@ def give_reference(
     path, ranks = Path(run.config.dpo.reference or run_dir / FILE_NAME), runtime.world
     facts = facts_of(run, corpus)
     sizes = {name: each.pairs for name, each in corpus.pairs.items()}
+    what = f"pairs  the reference's log-probabilities of {sum(sizes.values()):,} pairs"
     if on_rank_0(ranks, "Finding the reference", path.exists, bool):
         found = on_every_rank(ranks, "Reading the reference", lambda: read(path, facts, sizes))
-        come = f"from {path}"
+        say(f"{what} are those in {path}")
     else:
+        say(f"{what} are computed and kept in {path}")
         found = _computed(run, corpus, runtime, evaluate)
         on_rank_0(ranks, "Writing the reference", lambda: write(path, facts, found))
-        come = f"kept in {path}"
     for name, packed in corpus.pairs.items():
         packed.reference = found[name].numpy()
-    say(f"pairs  the reference's log-probabilities of {sum(sizes.values()):,} pairs {come}")
 
 
 def facts_of(run: ResolvedRun, corpus: Corpus) -> dict[str, str]:
@@ -108,8 +108,7 @@ def read(path: Path, facts: Mapping[str, str], sizes: Mapping[str, int]) -> dict
             raise ConfigError(
                 f"dpo.reference: {path} is not a file here; name one that all ranks see."
             ) from error
-        is_whole = False
-        theirs = {}
+        is_whole, theirs = False, {}
     if not is_whole:
         raise ConfigError(f"dpo.reference: {path} is damaged, or no reference; {remove}.")
     for what in (*facts, *(name for name in theirs if name not in facts)):
