@@ -121,6 +121,8 @@ def _heading(run: ResolvedRun) -> str:
     saved = f"after every {every} steps and at the end" if every else "at the end"
     validated = f"after every {train.val_every} steps and at the end" if train.val_every else "at the end"
     adapters = [f"lora      {adapters_in_words(run)}"] if config.lora.rank else []
+    if config.dpo.beta:
+        adapters.append(f"dpo       beta {config.dpo.beta:g}; the reference is a file, no second model")
     return "\n".join(
         [
             f"model     {shape.parameter_count() / 1e6:,.1f} M parameters in {train.dtype}: "

@@ -21,6 +21,7 @@ from pyruntime.train.data import tokenizing
 from pyruntime.train.data.chat_template import BadConversation
 from pyruntime.train.data.conversations import ChatEncoder
 from pyruntime.train.data.documents import documents, place_of, survey, units
+from pyruntime.train.data.preferences import ANSWERS
 from pyruntime.train.data.tokenizer import Tokenizer, check_named, open_tokenizer
 from pyruntime.train.disk import in_use
 from pyruntime.train.errors import ConfigError
@@ -89,8 +90,9 @@ def main(argv: list[str]) -> None:
     what, learned = "documents", ""
     if facts.targets is not None:
         what, learned = "conversations", f", {facts.targets:,} of them to learn,"
+        what = "pairs of answers" if facts.pairs else what
         if facts.empty:
-            learned += f" {facts.empty:,} conversations without a turn to learn left out,"
+            learned += f" {facts.empty:,} {what} without a turn to learn left out,"
     print(
         f"{out}: {facts.tokens:,} tokens of {facts.documents - (facts.empty or 0):,} {what} "
         f"({facts.bytes / 1e6:,.1f} MB){learned} in {len(facts.shards)} "
@@ -118,16 +120,18 @@ def show(options: TokenizeOptions, tokenizer: Tokenizer) -> None:
         where = place_of(sources[document.source], document.place)
         if isinstance(encoder, ChatEncoder):
             try:
-                ((stored, _),) = encoder.encode(list(document.pieces))
+                stored = [each for each, _ in encoder.encode(list(document.pieces))]
             except BadConversation as error:
                 raise ConfigError(f"{where}: {error}.") from None
-            ids, learned = (stored >> 1).tolist(), (stored & 1).astype(bool).tolist()
+            parts = [((each >> 1).tolist(), (each & 1).astype(bool).tolist()) for each in stored]
         else:
             ids = [token for piece in document.pieces for token in tokenizer.encode(piece).tolist()]
-            learned = [True] * len(ids)
-        print(f"{where.removeprefix('data.paths: ')}: {len(ids)} tokens, {sum(learned)} to learn")
-        if ids:
-            print(_in_colour(tokenizer, ids, learned) + "\n")
+            parts = [(ids, [True] * len(ids))]
+        names = [f", {name}" for name in ANSWERS] if len(parts) == len(ANSWERS) else [""]
+        for name, (ids, learned) in zip(names, parts, strict=True):
+            print(f"{where.removeprefix('data.paths: ')}{name}: {len(ids)} tokens, {sum(learned)} to learn")
+            if ids:
+                print(_in_colour(tokenizer, ids, learned) + "\n")
 
 
 def _in_colour(tokenizer: Tokenizer, ids: Sequence[int], learned: Sequence[bool]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,6 +64,20 @@ def train_only_adapters(model: nn.Module) -> None:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(isinstance(module, Adapter))
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The block computes as if the model had no adapters; no backward pass in it."""
+    adapters = [each for each in model.modules() if isinstance(each, Adapter)]
+    scales = [each.scale for each in adapters]
+    try:
+        for each in adapters:
+            each.scale = 0.0
+        yield
+    finally:
+        for each, scale in zip(adapters, scales, strict=True):
+            each.scale = scale
 
 
 @torch.no_grad()

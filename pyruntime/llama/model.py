@@ -21,7 +21,7 @@ column linears are summed over y.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -57,7 +57,7 @@ from pyruntime.nn import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
-from pyruntime.nn.chunked_head import chunk_rows, linear_cross_entropy
+from pyruntime.nn.chunked_head import chunk_rows, linear_cross_entropy, linear_token_losses
 from pyruntime.nn.cut import CutTensor
 from pyruntime.nn.gather import gather_features
 from pyruntime.nn.low_rank import LoRA
@@ -257,18 +257,39 @@ class Llama(nn.Module):
         if self.context is not None:
             count = self.context.sum(count.double().view(1))[0] / self.context.size
         count = count.clamp(min=1 if self.context is None else 1 / self.context.size).float()
-        options: dict[str, Any] = {
-            "vocab_start": self.head.vocab_start,
-            "vocab_size": self.config.vocab_size,
-            "ignore_index": IGNORE_INDEX,
-            "z_loss": self.z_loss if self.training else 0.0,
-        }
+        options = {**self._loss_options, "z_loss": self.z_loss if self.training else 0.0}
         if rows := self._rows_of_chunk(len(labels), x.element_size()):
             weights = count.reciprocal().expand(len(labels))
             return self._chunked_loss(x, labels, {**options, "token_weights": weights, "chunk_rows": rows})
         logits = self.head(x, len(labels))
         losses = vocab_parallel_cross_entropy(logits, labels, self.group, overwrite_logits=True, **options)
         return losses.sum() / count
+
+    def weighed_loss(self, x: Tensor, labels: Tensor, weigh: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns sum_i w_i loss_i over the rows of x, as `loss` takes them, fp32; w = weigh(loss), both [T]
+        and in the order of `in_rows`, without gradients. Without the z-loss.
+
+        Where the loss is computed by chunks, the head runs twice: for the losses, then for their sum.
+        """
+        labels, options = self.in_rows(labels), self._loss_options
+        if rows := self._rows_of_chunk(len(labels), x.element_size()):
+            of_chunks = {**options, "chunk_rows": rows}
+            losses = self._by_chunks(linear_token_losses, x, labels, of_chunks)
+            weights = weigh(losses)
+            if not torch.is_grad_enabled():
+                return (losses * weights).sum()
+            return self._chunked_loss(x, labels, {**of_chunks, "token_weights": weights})
+        logits = self.head(x, len(labels))
+        losses = vocab_parallel_cross_entropy(logits, labels, self.group, overwrite_logits=True, **options)
+        return (losses * weigh(losses.detach())).sum()
+
+    @property
+    def _loss_options(self) -> dict[str, Any]:
+        return {
+            "vocab_start": self.head.vocab_start,
+            "vocab_size": self.config.vocab_size,
+            "ignore_index": IGNORE_INDEX,
+        }
 
     def _rows_of_chunk(self, rows: int, element_size: int) -> int:
         """Returns how many rows' logits are in memory at once for a loss of so many rows; 0: all."""
@@ -277,13 +298,16 @@ class Llama(nn.Module):
         return chunk_rows(rows, self.config.vocab_size // self.group.size * element_size)
 
     def _chunked_loss(self, x: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
+        return self._by_chunks(linear_cross_entropy, x, labels, options)
+
+    def _by_chunks(
+        self, of_head: Callable[..., Tensor], x: Tensor, labels: Tensor, options: dict[str, Any]
+    ) -> Tensor:
         head = self.head
 
         def take() -> Tensor:
             head.note(len(labels), True)
-            return linear_cross_entropy(
-                x, head.weight, labels, self.group, tier=head.tier, wire=head.wire, **options
-            )
+            return of_head(x, head.weight, labels, self.group, tier=head.tier, wire=head.wire, **options)
 
         return head(Step(take))
 

@@ -82,6 +82,31 @@ def linear_cross_entropy(
     )
 
 
+@torch.no_grad()
+def linear_token_losses(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    group: Group | TensorGroup | None,
+    *,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    chunk_rows: int = CHUNK_ROWS,
+    tier: str = "auto",
+    wire: str = "same",
+) -> Tensor:
+    """Returns loss_i of `linear_cross_entropy`, [M] fp32 (fp64 for doubles), without a gradient."""
+    name = "" if group is None else group.name if isinstance(group, TensorGroup) else group_name(group)
+    scale = torch.ones(labels.shape, dtype=statistics_dtype(x), device=labels.device)
+    size = ANY_VOCABULARY if vocab_size is None else vocab_size
+    numbers = (name, vocab_start, size, ignore_index, 0.0, chunk_rows)
+    losses, *_ = torch.ops.pyruntime.linear_cross_entropy(
+        x, memory_of(weight), labels, scale, *numbers, False, False, tier, wire
+    )
+    return losses
+
+
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, labels, scale, numbers, with_grad: bool, tier: str, wire: str) -> Tensor:

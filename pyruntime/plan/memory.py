@@ -10,6 +10,7 @@ for interleaving and logits.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -41,6 +42,9 @@ class Rules:
     """Number of temporary gradients of the largest weight, besides those that are kept."""
     logits: float = 4
     """Bytes of a logit, including what its loss keeps."""
+    head_rows: Callable[[int, float], int] | None = None
+    """Returns, of the rows of a loss and the bytes of a row's logits on a rank, how many rows' logits are in
+    memory at once, 0 for all (`pyruntime.nn.chunked_head.chunk_rows`). None: always all."""
     reduced_gradient: float | None = None
     """Bytes of a parameter's gradient on its way to the owner of the shard; None: ZeRO-2 cuts `gradient`
     itself, and nothing whole is kept."""
@@ -70,7 +74,7 @@ class Rules:
 
 PAPER = Rules()
 """Mixed precision as in Megatron-LM: fp32 main gradients, 18 bytes a parameter."""
-MASTER = 4
+FP32 = MASTER = 4
 """Bytes of an fp32 master weight."""
 MOMENT = 4
 """Bytes of an fp32 running mean; AdamW keeps two for a parameter, Muon one."""
@@ -293,9 +297,7 @@ def memory_of_rank(
     logits = 0.0
     if rank == last:
         # Only one micro-batch: the last stage runs its backward pass right after the forward pass.
-        logits = tokens * model.vocab / (mesh.tp * mesh.x * mesh.slices) * rules.logits
-        logits += 2 * rules.element * tokens * model.hidden / (mesh.tp * mesh.y)
-        logits += math.ceil(waiting) * rules.element * tokens * (model.hidden + model.vocab) / mesh.tp
+        logits = _logits(model, tokens, mesh, rules, math.ceil(waiting), job.adapters is None)
     largest = model.largest / cut if job.adapters is None else job.adapters.largest
     return Memory(
         weights,
@@ -308,6 +310,25 @@ def memory_of_rank(
         process,
         start,
     )
+
+
+def _logits(
+    model: ModelShape, tokens: float, mesh: Mesh, rules: Rules, waiting: int, trains: bool
+) -> float:
+    """Returns the bytes of the last norm's results, the logits and what their loss keeps. waiting: weight
+    gradients that wait. trains: whether the head does."""
+    rows, width = tokens / mesh.slices, model.vocab / (mesh.tp * mesh.x)
+    normed = 2 * rules.element * tokens * model.hidden / (mesh.tp * mesh.y)
+    chunk = 0
+    if rules.head_rows is not None and mesh.y == 1:
+        chunk = rules.head_rows(math.ceil(rows), rules.element * width)
+    if not chunk:
+        kept = waiting * rules.element * tokens * (model.hidden + model.vocab) / mesh.tp
+        return rows * width * rules.logits + normed + kept
+    # Both gradients are made in the forward pass, dW in fp32, so that none waits; with several ranks the
+    # logits of the next chunk are beside those of one.
+    chunks = 2 if mesh.tp * mesh.x > 1 else 1
+    return chunks * chunk * width * rules.element + normed + trains * FP32 * width * model.hidden
 
 
 def worst_memory(job: Job, mesh: Mesh, rules: Rules = PAPER, process: float | None = None) -> Memory:

@@ -25,6 +25,7 @@ from pyruntime.train.errors import ConfigError
 from pyruntime.train.figures import ExchangedFigures, Figures, LateFigures, RoundFigures
 from pyruntime.train.passes.accumulated import Accumulated
 from pyruntime.train.passes.pipelined import Pipelined, shared_weights
+from pyruntime.train.passes.preference_loss import PreferenceLoss
 from pyruntime.train.resolved import ResolvedRun
 from pyruntime.train.slow.own_clock import OwnClock
 from pyruntime.train.slow.windows import EVERY, SlowReport
@@ -135,13 +136,14 @@ def figures_of(
     outer: ShardedOuter | None,
     runtime: Runtime,
     looks: bool,
+    preferences: PreferenceLoss | None,
 ) -> Figures:
     """Returns the object by which ranks exchange a step's figures. looks: whether slow ranks are looked for,
-    which counts a stream's waits, as a ledger does."""
+    which counts a stream's waits, as a ledger does. preferences: counts rewards."""
     device, asked = Device(runtime.device, runtime.why_device), run.config.optimizer
     if outer is not None:
         return RoundFigures(runtime, device, within, outer.stats, bool(run.config.data_parallel.members))
-    load = ExpertLoad.of_run(run, model, runtime.ep.size, runtime.device)
+    load = preferences or ExpertLoad.of_run(run, model, runtime.ep.size, runtime.device)
     # With these options the figures decide whether a step counts, so it must read them itself.
     is_read_at_once = asked.on_bad_step == "skip" or asked.spike_factor
     if device.is_gpu and run.mesh.ranks == 1 and not is_read_at_once:
@@ -199,8 +201,14 @@ def placement_check(
     return check
 
 
+def preferences_of(run: ResolvedRun, runtime: Runtime) -> PreferenceLoss | None:
+    """Returns the loss of pairs of answers; None if the run does not learn from such."""
+    beta = run.config.dpo.beta
+    return PreferenceLoss(beta, runtime.device) if beta else None
+
+
 def passes_of(
-    run: ResolvedRun, model: Llama, sharded: Sharded, runtime: Runtime
+    run: ResolvedRun, model: Llama, sharded: Sharded, runtime: Runtime, preferences: PreferenceLoss | None
 ) -> tuple[Accumulated | Pipelined, SlowReport | None]:
     """Returns the runner of a step's forward and backward passes; and the search for slow ranks and links,
     None if the run has none."""
@@ -209,13 +217,13 @@ def passes_of(
     clock = OwnClock(runtime.device) if every else None
     passes: Accumulated | Pipelined
     if runtime.pp.mesh is not None:
-        passes = Pipelined(run, model, runtime.pp, sharded, clock)
+        passes = Pipelined(run, model, runtime.pp, sharded, preferences, clock)
         units, unit = len(model.part.layers), "layer"
     elif run.config.parallel.rebalance == "on" or run.config.train.micro_batches:
-        passes = Accumulated(run, model, sharded, clock)
+        passes = Accumulated(run, model, sharded, preferences, clock)
         units, unit = run.micro_batches_of[runtime.coordinate.dp], "micro-batch"
     else:
-        passes = Accumulated(run, model, sharded)
+        passes = Accumulated(run, model, sharded, preferences)
         return passes, SlowReport(runtime, every, clock, by_place=by_place) if clock else None
     if clock is None:
         return passes, None

@@ -171,6 +171,19 @@ class Lora:
 
 
 @dataclasses.dataclass(frozen=True)
+class Dpo:
+    """Direct preference optimization (DPO, arXiv 2305.18290), which learns from pairs of a chosen and a
+    rejected answer (docs/how-to/finetune.md)."""
+
+    beta: float = 0.0
+    """How strongly the model is held to the reference, such as 0.1; the loss is equation 7 of the paper.
+    0: no DPO."""
+    reference: str = ""
+    """File of the reference's log-probabilities, written if it does not exist. The reference is the model as
+    the run begins, without adapters. Empty: RUN_DIR/reference.safetensors."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Train:
     """The length of the run, the batch, and how ranks compute."""
 
@@ -446,6 +459,7 @@ class RunConfig:
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
     lora: Lora = Lora()
+    dpo: Dpo = Dpo()
     train: Train = Train()
     parallel: Parallel = Parallel()
     data_parallel: DataParallel = DataParallel()

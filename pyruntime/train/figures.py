@@ -16,7 +16,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from torch import Tensor
 from pyruntime import comm, ops
 from pyruntime.comm import Runtime
 from pyruntime.train.device import Device
-from pyruntime.train.watching.expert_load import ExpertLoad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +49,10 @@ class StepFigures:
     router_entropy: dict[str, float] | None = None
     balance_loss: float | None = None
     router_z_loss: float | None = None
+    rewards_chosen: float | None = None
+    rewards_rejected: float | None = None
+    rewards_margins: float | None = None
+    rewards_accuracies: float | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -119,6 +122,16 @@ class Guard:
         self.in_a_row += 1
 
 
+class RankNumbers(Protocol):
+    """Numbers that passes count for the figures of a step besides its loss."""
+
+    def take(self) -> Tensor | None:
+        """Returns this rank's numbers since the last call, fp64 [n]; None if there are none."""
+
+    def figures(self, ranks: Tensor) -> dict[str, Any]:
+        """Returns figures by name, from the numbers of all ranks [ranks, n]."""
+
+
 class Figures(Protocol):
     """Collects the figures of steps. Each step calls `begin`, then `add`; `read` returns them."""
 
@@ -153,7 +166,7 @@ class ExchangedFigures:
 
     is_late = False
 
-    def __init__(self, runtime: Runtime, device: Device, watched: bool, load: ExpertLoad):
+    def __init__(self, runtime: Runtime, device: Device, watched: bool, load: RankNumbers):
         self._runtime, self._device, self._load = runtime, device, load
         self._knows_exposed = watched or not device.is_gpu
         self.signum = 0
@@ -340,7 +353,7 @@ class LateFigures:
 
     is_late = True
 
-    def __init__(self, device: Device, load: ExpertLoad):
+    def __init__(self, device: Device, load: RankNumbers):
         self._device, self._load = device, load
         self.signum = 0
         self._stopped = torch.zeros((), dtype=torch.bool, device=device.device)

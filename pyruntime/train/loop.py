@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel import NonFiniteGradient
 from pyruntime.data_parallel.replicated import check_replicated
 from pyruntime.llama import Llama
+from pyruntime.llama.adapters import without_adapters
 from pyruntime.nn import SigmoidRouter
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.train import checkpoint, checkpoint_folder
@@ -46,16 +47,19 @@ from pyruntime.train.assembly import (
     outer_of,
     passes_of,
     placement_check,
+    preferences_of,
     sharded_of,
     validation_of,
 )
 from pyruntime.train.config import learning_rate
 from pyruntime.train.data.batches import Batch
 from pyruntime.train.data.corpus import Corpus
+from pyruntime.train.data.preferences import Preferences
 from pyruntime.train.device import Device
 from pyruntime.train.errors import TrainingError
 from pyruntime.train.figures import MOST_IN_A_ROW, Guard, StepFigures, exchange
 from pyruntime.train.metrics import StepMetrics
+from pyruntime.train.passes.reference import give_reference
 from pyruntime.train.ranks import on_every_rank
 from pyruntime.train.replicas import join, open_member
 from pyruntime.train.resolved import ResolvedRun
@@ -97,14 +101,19 @@ class Trainer:
         """This replica's membership, if replicas join and leave."""
         self.outer = outer_of(run, self.sharded, within, between, self.member, runtime)
         """The outer optimizer; None if replicas synchronize in every step."""
-        self._passes, self._slow = passes_of(run, model, self.sharded, runtime)
+        self._preferences = preferences_of(run, runtime)
+        self._passes, self._slow = passes_of(run, model, self.sharded, runtime, self._preferences)
         self._types = placement_check(run, model, self.sharded, runtime)
-        self._figures = figures_of(run, model, within, self.outer, runtime, self._slow is not None)
+        self._figures = figures_of(
+            run, model, within, self.outer, runtime, self._slow is not None, self._preferences
+        )
         self._routers = [each for each in model.modules() if isinstance(each, SigmoidRouter)]
         self._guard = Guard(run.config.optimizer.spike_factor)
         self.lowest = LowestLoss(run.config.train.patience)
         self._val_loss: float | None = None
         """The validation loss after this step, if it was measured."""
+        self._val_rewards: dict[str, float] | None = None
+        """Rewards of the answers of the last validation, if the run learns preferences."""
         self._is_lowest = False
         """Whether that is the lowest so far."""
         self._skips = run.config.optimizer.on_bad_step == "skip"
@@ -131,6 +140,22 @@ class Trainer:
         if self._config.parallel.rebalance == "on" and self._run.moved_before(found) == self._run.work:
             self._moved = self._run.work
         self._resumed = folder, self.step
+
+    def refer(self, say: Callable[[str], None] = lambda line: None) -> None:
+        """Gives the pairs of answers, if the run learns preferences, the reference's log-probabilities: those
+        of the model as it is, without adapters, or of the run's file. Every rank calls it, before `resume`.
+        Raises ConfigError as `give_reference` does."""
+        if self._preferences is None:
+            return
+
+        def evaluate(batch: Batch) -> torch.Tensor:
+            with without_adapters(self.model):
+                return self._passes.log_probabilities(self._mine(batch))
+
+        self.model.eval()
+        give_reference(self._run, self._corpus, self._runtime, self._run_dir, evaluate, say)
+        self.model.train()
+        self._validation = validation_of(self._run, self._corpus)
 
     @property
     def saved(self) -> Path | None:
@@ -317,14 +342,19 @@ class Trainer:
     def _mine(self, batch: Batch) -> Batch:
         """Returns this rank's tokens of whole sequences, on its device, and the documents of all."""
         context = self.model.context
-        ids, labels = (
-            self._device.put(tokens if context is None else context.shard(tokens, batch.documents))
-            for tokens in (batch.ids, batch.labels)
-        )
+
+        def own(tokens: torch.Tensor) -> torch.Tensor:
+            return self._device.put(tokens if context is None else context.shard(tokens, batch.documents))
+
+        ids, labels, preferences = own(batch.ids), own(batch.labels), batch.preferences
+        if preferences is not None:
+            reference = preferences.reference
+            reference = None if reference is None else self._device.put(reference)
+            preferences = Preferences(own(preferences.answers), reference)
         if self._types is not None:
             for tokens in (ids, labels):
                 self._types.mark(tokens, cp="sharded")
-        return dataclasses.replace(batch, ids=ids, labels=labels)
+        return dataclasses.replace(batch, ids=ids, labels=labels, preferences=preferences)
 
     def _check_replicated(self) -> None:
         """Raises PlacementError if ranks are about to take different steps."""
@@ -337,10 +367,11 @@ class Trainer:
         check_replicated(optimizer.arrived_rows(), numbers, self._runtime.world)
 
     def validate(self) -> dict[str, tuple[float, int]]:
-        """Returns for each validation set the mean loss, in nats per target, and its targets;
-        the same on every rank."""
+        """Returns for each validation set the mean loss, in nats per target, and its targets; of pairs of
+        answers the loss of a pair, and the pairs. The same on every rank."""
         sets, dp = self._corpus.sets, self._runtime.sizes.dp
         totals = torch.zeros(len(sets), dtype=torch.float64, device=self._device.device)
+        rewards = torch.zeros(5, dtype=torch.float64, device=self._device.device)
         counts = [0] * len(sets)
         for number, batch in self._validation:
             counts[number] += batch.targets
@@ -351,10 +382,17 @@ class Trainer:
             number, whole = self._validation[min(index, len(self._validation) - 1)]
             batch = self._mine(whole)
             loss = self._passes.evaluate(batch)
+            of_batch = self._preferences.take() if self._preferences is not None else 0.0
             if index < len(self._validation):
+                rewards += of_batch
                 totals[number] += loss.double() * (batch.targets / self._runtime.sizes.cp)
         self.model.train()
-        sums = exchange(totals.tolist(), self._runtime)[..., 0, :].flatten(0, 2).T.tolist()
+        told = exchange([*totals.tolist(), *rewards.tolist()], self._runtime)[..., 0, :].flatten(0, 2)
+        totals, rewards = told.split([len(sets), len(rewards)], -1)
+        sums = totals.T.tolist()
+        if self._preferences is not None:
+            found = self._preferences.figures(rewards)
+            self._val_rewards = {name.removeprefix("rewards_"): each for name, each in found.items()}
         return {
             each.name: (math.fsum(parts) / count, count)
             for each, parts, count in zip(sets, sums, counts, strict=True)
@@ -396,14 +434,19 @@ class Trainer:
     def _with_validation(self, metrics: StepMetrics) -> StepMetrics:
         losses = self.validate()
         self._figures.forget_exposed()  # the next step does not count waiting in validation
-        tokens = sum(count for _, count in losses.values())
+        targets = sum(count for _, count in losses.values())
         nats = math.fsum(loss * count for loss, count in losses.values())
         size = math.fsum(losses[each.name][1] * each.bytes_per_token for each in self._corpus.sets)
+        per_byte = nats / size if self._preferences is None else None
         by_set = {name: loss for name, (loss, _) in losses.items()} if len(losses) > 1 else None
-        self._val_loss = nats / tokens
+        self._val_loss = nats / targets
         self._is_lowest = self.lowest.saw(self._val_loss)
         return dataclasses.replace(
-            metrics, val_loss=nats / tokens, val_loss_per_byte=nats / size, val_losses=by_set
+            metrics,
+            val_loss=nats / targets,
+            val_loss_per_byte=per_byte,
+            val_rewards=self._val_rewards,
+            val_losses=by_set,
         )
 
     def _save(self, and_wait: bool) -> None:

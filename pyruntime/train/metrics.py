@@ -23,7 +23,7 @@ class StepMetrics:
     step: int
     """From 1."""
     loss: float
-    """Mean over the step's tokens, in nats per token."""
+    """Mean over the step's targets, in nats per token; with DPO over its pairs, in nats."""
     grad_norm: float
     """Norm over the whole model, before clipping."""
     lr: float
@@ -74,12 +74,23 @@ class StepMetrics:
     """Mean over layers, not times its weight; 1 where experts get alike."""
     router_z_loss: float | None = None
     """Mean over layers, not times its weight."""
+    rewards_chosen: float | None = None
+    """With DPO: mean over the step's pairs of beta times what the model gives the chosen answer more than the
+    reference does, in nats. TRL's rewards/chosen, and so below."""
+    rewards_rejected: float | None = None
+    """The same of the rejected answer."""
+    rewards_margins: float | None = None
+    """Mean of the chosen answer's reward less the rejected one's."""
+    rewards_accuracies: float | None = None
+    """Share of the pairs whose chosen answer has the greater reward."""
     eta_s: float | None = None
     """Seconds left after this step, at the pace of this process so far."""
     val_loss: float | None = None
     """Validation loss in nats per token, if it was measured after this step."""
     val_loss_per_byte: float | None = None
     """Validation loss in nats per byte of text."""
+    val_rewards: dict[str, float] | None = None
+    """With DPO: the rewards of the held-out pairs by name, chosen, rejected, margins and accuracies."""
     val_losses: dict[str, float] | None = None
     """val_loss of each validation set, if there are several; val_loss is the mean over all tokens."""
     skipped: int | None = None

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from pyruntime.llama.config import LlamaConfig
+from pyruntime.nn.chunked_head import chunk_rows
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.measured import PROCESS_BYTES
 from pyruntime.plan.memory import Memory, Rules, worst_memory
@@ -27,6 +28,7 @@ TRAINER = Rules(
     workspaces=True,
     outer=10,
     made_whole=True,
+    head_rows=chunk_rows,
 )
 """Memory rules of this trainer in bf16 on CPU ranks of one host, by resident memory. Gradients have the
 weights' type. With several data-parallel ranks, sums of earlier micro-batches are fp32 and whole at every

@@ -105,6 +105,7 @@ def describe(metrics: StepMetrics, steps: int) -> str:
         *([] if predicted is None else [f"step {metrics.step_time_s:.3g} s ({predicted:.3g} predicted)"]),
         *[each + _by_axis(metrics) for each in exposed(metrics, "exposed", 1)],
         *_of_experts(metrics),
+        *_of_rewards(metrics),
         f"{metrics.memory_bytes / 1e6:,.0f} MB",
         *([] if metrics.skipped is None else [f"skipped, {metrics.skipped} so far"]),
         *time_to_go(metrics),
@@ -138,6 +139,16 @@ def _of_experts(metrics: StepMetrics) -> list[str]:
     ]
 
 
+def _of_rewards(metrics: StepMetrics) -> list[str]:
+    """Formats the rewards of answers."""
+    if metrics.rewards_margins is None:
+        return []
+    return [
+        f"rewards {metrics.rewards_chosen:+.3f} {metrics.rewards_rejected:+.3f}, margin "
+        f"{metrics.rewards_margins:.3f}, accuracy {metrics.rewards_accuracies:.0%}"
+    ]
+
+
 def time_to_go(metrics: StepMetrics) -> list[str]:
     return [] if metrics.eta_s is None else [f"ETA {clock(metrics.eta_s)}"]
 
@@ -163,7 +174,11 @@ def exposed(metrics: StepMetrics, label: str, digits: int) -> list[str]:
 
 def validation(metrics: StepMetrics) -> str:
     sets = "".join(f", {name} {loss:.4f}" for name, loss in (metrics.val_losses or {}).items())
-    return f"val {metrics.val_loss:.4f} ({metrics.val_loss_per_byte:.4f} nats/byte{sets})"
+    if metrics.val_rewards is not None:
+        of_text = f"accuracy {metrics.val_rewards['accuracies']:.0%}"
+    else:
+        of_text = f"{metrics.val_loss_per_byte:.4f} nats/byte"
+    return f"val {metrics.val_loss:.4f} ({of_text}{sets})"
 
 
 def bar(share: float) -> str:

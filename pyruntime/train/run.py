@@ -4,6 +4,7 @@ RUN_DIR/config.toml      the configuration as given
 RUN_DIR/resolved.json    what follows from it: mesh, stages, shape of the model
 RUN_DIR/metrics.jsonl    one object a step
 RUN_DIR/checkpoints/     resumable checkpoints
+RUN_DIR/reference.safetensors   of a run that learns preferences: the reference's log-probabilities
 RUN_DIR/model/           the weights in Hugging Face's format, with the tokenizer
 RUN_DIR/adapter/         in place of model/, if adapters were trained: these, in peft's format
 RUN_DIR/came_with/       files of model.init_from besides weights; copied into model/
@@ -184,6 +185,7 @@ def prepare(
     _introduce(job, begun, _use_tuning(run, runtime))
     job.watch = _watch(job)
     job.make_trainer()
+    job.trainer.refer(job.say)
     if begun.saved:
         _go_on(job, asked, begun.saved)
     job.write_resolved()

@@ -164,7 +164,8 @@ def plot_loss(lines: list[dict], path: Path) -> None:
         [m["step"] for m in measured], [m["val_loss"] for m in measured], "o-", ms=4, label="validation"
     )
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
+    of_pairs = any("rewards_margins" in line for line in lines)
+    axes.set_ylabel(f"loss (nats per {'pair of answers' if of_pairs else 'token'})")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path)

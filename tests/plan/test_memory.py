@@ -21,6 +21,7 @@ from pyruntime.plan.memory import (
     worst_memory,
 )
 from pyruntime.plan.mesh import Mesh
+from pyruntime.plan.models import Adapters
 from pyruntime.plan.pipelines import in_flight
 from pyruntime.plan.step import Predictor
 from pyruntime.train.planned import TRAINER
@@ -217,6 +218,24 @@ def test_the_last_stage_holds_the_logits_and_few_micro_batches():
     assert first.logits == 0 and last.logits >= 4 * 8192 * 128256
     # The last stage has fewer layers: the head counts for some.
     assert last.activations < first.activations / 4
+
+
+def test_the_trainers_head_holds_the_logits_of_some_rows_where_they_are_many():
+    """At 8192 tokens and a vocabulary of 128256 in bf16: a sixteenth of the rows, twice with several ranks,
+    dW in fp32 if the head trains, and both copies of the last norm's rows."""
+    wanted = job("llama3-8b", "dgx-h100", 1, 512, 8192)
+    for tp in (1, 2):
+        found = memory_of_rank(wanted, Mesh(tp=tp, dp=8 // tp), 0, TRAINER)
+        rows, width = (1 if tp == 1 else 2) * 512, 128256 / tp
+        normed = 2 * 2 * 8192 * 4096 / tp
+        assert found.logits == pytest.approx(2 * rows * width + 4 * width * 4096 + normed)
+    frozen = replace(wanted, adapters=Adapters(16, ((4096, 4096),), ()))
+    assert memory_of_rank(frozen, Mesh(tp=2, dp=4), 0, TRAINER).logits == pytest.approx(
+        2 * rows * width + normed
+    )
+    few = job("llama3-8b", "dgx-h100", 1, 512, 1024)  # below 512 MiB of logits: all at once
+    assert memory_of_rank(few, Mesh(dp=8), 0, TRAINER).logits >= TRAINER.logits * 1024 * 128256
+    assert memory_of_rank(wanted, Mesh(dp=8), 0).logits >= 4 * 8192 * 128256  # other programs
 
 
 def test_weights_travel_together_as_shard_has_them():

@@ -144,6 +144,7 @@ def trainer_over(ranks: comm.Runtime, config: RunConfig, stop: StopRequest | Non
 def history(group, config: RunConfig, resume: Path | None = None) -> list[StepMetrics]:
     """What every step of the job measured."""
     made = trainer(group, config)
+    made.refer()
     if resume:
         made.resume(resume)
     return list(made.fit())

@@ -14,6 +14,8 @@ from pyruntime.train.data.corpus import Corpus, ValidationSet
 from pyruntime.train.data.corpus_tokens import Tokens
 from pyruntime.train.data.order import SampleOrder, SampleWindow, generator
 from pyruntime.train.data.packed_conversations import IGNORED, Row
+from pyruntime.train.data.packed_pairs import PackedPairs
+from pyruntime.train.data.preferences import Preferences
 from pyruntime.train.errors import ConfigError
 
 PHASES = 2**33
@@ -31,9 +33,12 @@ class Batch:
     documents: torch.Tensor | None
     """[B, S] int64: a token attends only to tokens of its document; None: to its whole sequence."""
     targets: int
-    """Labels of its whole sequences that are learned, at least 1 in each."""
+    """What its mean loss is the mean of: labels of its whole sequences that are learned, or pairs of answers;
+    at least 1 in each sequence."""
     of_step: tuple[int, int]
     """Sequences and targets of all ranks whose gradients are summed, in this step."""
+    preferences: Preferences | None = None
+    """Its pairs of answers, if it has such."""
 
     def split(self, size: int) -> list[Batch]:
         """Splits it, in order, into batches of `size` sequences."""
@@ -41,8 +46,10 @@ class Batch:
         for begin in range(0, len(self.ids), size):
             rows = slice(begin, begin + size)
             documents = None if self.documents is None else _needed(self.documents[rows])
-            labels = self.labels[rows]
-            parts.append(Batch(self.ids[rows], labels, documents, _learned(labels), self.of_step))
+            labels, preferences = self.labels[rows], self.preferences
+            preferences = None if preferences is None else preferences.rows(rows)
+            targets = _learned(labels) if preferences is None else preferences.pairs
+            parts.append(Batch(self.ids[rows], labels, documents, targets, self.of_step, preferences))
         return parts
 
     @property
@@ -93,6 +100,7 @@ class Batches:
         self._sources = [source.train for source in corpus.sources]
         self._packed = [source.packed for source in corpus.sources]
         self._folders = [source.text.folder for source in corpus.sources]
+        self._has_pairs = bool(corpus.pairs)
         self._order = SampleOrder(
             tuple(
                 windows(tokens, seq_len) if packed is None else len(packed)
@@ -128,7 +136,8 @@ class Batches:
     def read(self, first: int) -> Batch:
         """Returns the same, but reads nothing ahead."""
         samples = self._order.samples(first + self._own.start, len(self._own))
-        batch = _batch([self._row(sample) for sample in samples], self._masks, self._of_step(first))
+        rows = [self._row(sample) for sample in samples]
+        batch = _batch(rows, self._masks, self._of_step(first), self._has_pairs)
         self._check(batch.ids, batch.labels)
         if self._prepare is not None:
             self._prepare(batch)
@@ -173,15 +182,30 @@ def _row_at(tokens: Tokens, at: int, seq_len: int, masks: bool) -> Row:
     return Row(found[:-1], found[1:], tokens.documents(at, at + seq_len) if masks else None)
 
 
-def _batch(rows: Sequence[Row], masks: bool, of_step: tuple[int, int] | None = None) -> Batch:
+def _batch(
+    rows: Sequence[Row], masks: bool, of_step: tuple[int, int] | None = None, has_pairs: bool = False
+) -> Batch:
     """of_step: None: only these."""
     ids, labels = (torch.from_numpy(np.stack(each)) for each in list(zip(*rows, strict=True))[:2])
     documents = None
     if masks:
         found = np.stack([row.documents for row in rows if row.documents is not None])
         documents = _needed(torch.from_numpy(found - found[:, :1]))
-    targets = _learned(labels)
-    return Batch(ids, labels, documents, targets, of_step or (len(rows), targets))
+    preferences = _preferences(rows) if has_pairs else None
+    targets = _learned(labels) if preferences is None else preferences.pairs
+    return Batch(ids, labels, documents, targets, of_step or (len(rows), targets), preferences)
+
+
+def _preferences(rows: Sequence[Row]) -> Preferences:
+    answers, found, count = [], [], 0
+    for row in rows:
+        assert row.documents is not None
+        answers.append(row.documents + count)
+        count += int(row.documents[-1]) + 1
+        found.append(row.reference)
+    known = [each for each in found if each is not None]
+    reference = torch.from_numpy(np.concatenate(known)) if len(known) == len(rows) else None
+    return Preferences(torch.from_numpy(np.stack(answers)), reference)
 
 
 def validation_batches(
@@ -200,4 +224,10 @@ def validation_batches(
     else:
         count = min(sequences, len(packed))
         rows = [packed.row(index * len(packed) // count) for index in range(count)]
-    return [_batch(rows[at : at + batch_size], masks) for at in range(0, count, batch_size)]
+    has_pairs = isinstance(packed, PackedPairs)
+    return [_batch(rows[at : at + batch_size], masks, None, has_pairs) for at in range(0, count, batch_size)]
+
+
+def batch_of_pairs(packed: PackedPairs, samples: range) -> Batch:
+    """Returns those samples."""
+    return _batch([packed.row(sample) for sample in samples], True, None, True)

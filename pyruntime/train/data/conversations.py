@@ -53,16 +53,22 @@ def conversation_of(content: dict[str, Any]) -> bytes:
     """Returns a line's or row's conversation as JSON, {"messages": [..], "tools": [..] or null}. Raises
     BadConversation if it is none."""
     if "messages" in content:
-        messages = _messages(content["messages"], "messages")
+        messages = messages_of(content["messages"], "messages")
     elif "conversations" in content:
-        messages = _messages(content["conversations"], "conversations")
+        messages = messages_of(content["conversations"], "conversations")
     elif "prompt" in content and "completion" in content:
-        asked = _messages(content["prompt"], "prompt", "user")
+        asked = messages_of(content["prompt"], "prompt", "user")
         messages = [message | {"weight": 0} for message in asked]
-        messages += _messages(content["completion"], "completion", "assistant")
+        messages += messages_of(content["completion"], "completion", "assistant")
     else:
         found = ", ".join(content) or "nothing"
         raise BadConversation(f'it holds no "messages", no "prompt" and "completion", found {found}')
+    return json.dumps(conversation(messages, content)).encode()
+
+
+def conversation(messages: list[dict[str, Any]], content: dict[str, Any]) -> dict[str, Any]:
+    """Returns {"messages": [..], "tools": [..] or null} of messages and the other keys of their line. Raises
+    BadConversation."""
     system, tools = content.get("system"), content.get("tools")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
@@ -70,13 +76,13 @@ def conversation_of(content: dict[str, Any]) -> bytes:
         tools = _parsed(tools, "tools") if tools.strip() else None
     if not isinstance(tools, list | None):
         raise BadConversation(f'its "tools" are no list, found {short_repr(tools)}')
-    text = json.dumps({"messages": messages, "tools": tools or None})
-    if "\\u0000" in text:
+    found = {"messages": messages, "tools": tools or None}
+    if "\\u0000" in json.dumps(found):
         raise BadConversation("it holds a zero character")
-    return text.encode()
+    return found
 
 
-def _messages(found: Any, key: str, role: str = "") -> list[dict[str, Any]]:
+def messages_of(found: Any, key: str, role: str = "") -> list[dict[str, Any]]:
     """role: of a string in place of a list."""
     if isinstance(found, str) and role:
         return [{"role": role, "content": found}]
@@ -141,6 +147,8 @@ class ChatEncoder:
 
     begin: tuple[int, ...] = ()
     separator = None  # a template begins and ends a conversation
+    of_each = 1
+    """Conversations that a document is stored as."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, learned: LearnedTurns):
         self.tokenizer, self._template, self._learned = tokenizer, template, learned
@@ -153,10 +161,14 @@ class ChatEncoder:
         """Returns for each conversation (`conversation_of`) what a shard stores, uint32 [n]: twice the token,
         plus one if it is a target; nothing if no token is. And the bytes of its text, 0 if nothing. Raises
         BadConversation."""
+        return self.encode_all([json.loads(each) for each in conversations])
+
+    def encode_all(self, contents: Sequence[dict[str, Any]]) -> list[tuple[np.ndarray, int]]:
+        """The same for conversations that are read."""
         found = []
-        for index, conversation in enumerate(conversations):
+        for index, content in enumerate(contents):
             try:
-                found.append(self._rendered(json.loads(conversation)))
+                found.append(self._rendered(content))
             except BadConversation as error:
                 error.index = index
                 raise
@@ -196,7 +208,9 @@ def _with_targets(
     return (2 * ids.astype(np.uint32) + targets).astype(np.uint32), len(text.encode())
 
 
-def chat_encoder(tokenizer: Tokenizer, template: str, learned: LearnedTurns) -> ChatEncoder:
+def chat_encoder(
+    tokenizer: Tokenizer, template: str, learned: LearnedTurns, kind: type[ChatEncoder] = ChatEncoder
+) -> ChatEncoder:
     """template: file of a chat template; empty: that of the tokenizer's folder. Raises ConfigError."""
     folder: Path | None = None
     specials: tuple[str, ...] = ()
@@ -209,4 +223,4 @@ def chat_encoder(tokenizer: Tokenizer, template: str, learned: LearnedTurns) -> 
             f"data.paths holds conversations, and {where} has no chat template to render them with; name a "
             "file with one in data.chat_template."
         )
-    return ChatEncoder(tokenizer, found, learned)
+    return kind(tokenizer, found, learned)

@@ -27,6 +27,7 @@ from pyruntime.train.data import token_cache, tokenizing
 from pyruntime.train.data.corpus_tokens import Tokens
 from pyruntime.train.data.documents import survey
 from pyruntime.train.data.packed_conversations import PackedConversations
+from pyruntime.train.data.packed_pairs import PackedPairs
 from pyruntime.train.data.token_shards import DamagedShard, TokenShard, mark_of
 from pyruntime.train.data.tokenizer import Tokenizer
 from pyruntime.train.errors import ConfigError
@@ -34,6 +35,8 @@ from pyruntime.train.ranks import on_every_rank, on_rank_0
 
 MAIN_SET = "held_out"
 """Name of the tokens held out of text that is one source."""
+Packed = PackedConversations | PackedPairs
+"""Samples of whole conversations, or of pairs of answers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +67,8 @@ class TextSource:
     name: str
     train: Tokens
     text: Tokenized
-    packed: PackedConversations | None = None
-    """The samples of conversations."""
+    packed: Packed | None = None
+    """The samples of conversations or pairs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +77,7 @@ class ValidationSet:
 
     name: str
     tokens: Tokens
-    packed: PackedConversations | None = None
+    packed: Packed | None = None
 
     @property
     def bytes_per_token(self) -> float:
@@ -89,6 +92,13 @@ class Corpus:
     weights: tuple[float, ...]
     """Shares of the sources in the samples; empty: in proportion to their tokens."""
     sets: tuple[ValidationSet, ...]
+
+    @property
+    def pairs(self) -> dict[str, PackedPairs]:
+        """The samples of pairs of answers, by the names of `digests`."""
+        parts = [(f"the tokens of {each.name}", each.packed) for each in self.sources]
+        parts += [(f"the tokens of {each.name} to validate on", each.packed) for each in self.sets]
+        return {name: packed for name, packed in parts if isinstance(packed, PackedPairs)}
 
     def digests(self) -> dict[str, str]:
         """Digests of the tokens of every source and set, by name, from their shards' headers."""
@@ -129,6 +139,8 @@ class Corpus:
         }
         said = "".join(f"; {count:,} {what}" for what, count in lost.items() if count)
         taken, samples = sum(each.conversations for each in packed), sum(map(len, packed))
+        if self.pairs:
+            return f"; {taken:,} pairs of answers in {samples:,} samples{said}"
         targets = sum(int(each.targets.sum()) for each in packed)
         return f"; {taken:,} conversations in {samples:,} samples with {targets:,} targets{said}"
 
@@ -273,22 +285,25 @@ def _conversations(
 
     Raises ConfigError if nothing can be learned on a side."""
     name, paths = text.wanted.name, ", ".join(text.wanted.paths)
+    packed = _packed_pairs if text.facts.pairs else _packed
     if text.wanted.is_val:
-        return None, ValidationSet(name, whole, _packed(whole, seq_len, paths))
+        return None, ValidationSet(name, whole, packed(whole, seq_len, paths))
     if not val_fraction:
-        return TextSource(name, whole, text, _packed(whole, seq_len, paths)), None
+        return TextSource(name, whole, text, packed(whole, seq_len, paths)), None
     ends, _ = whole.conversations()
+    ends = ends[1::2] if text.facts.pairs else ends
     inner = ends[ends < len(whole)]
     if not len(inner):
+        what = "pairs" if text.facts.pairs else "conversations"
         raise ConfigError(
-            f"data.val_fraction={val_fraction:g} needs at least two conversations, but {paths} has one; give "
+            f"data.val_fraction={val_fraction:g} needs at least two {what}, but {paths} has one; give "
             "more, or others in data.val_paths with data.val_fraction=0."
         )
     split = int(inner[np.argmin(np.abs(inner - round(len(whole) * (1 - val_fraction))))])
     train, val = Tokens(shards, 0, split), Tokens(shards, split, len(whole))
     return (
-        TextSource(name, train, text, _packed(train, seq_len, paths)),
-        ValidationSet(name, val, _packed(val, seq_len, f"the held-out part of {paths}")),
+        TextSource(name, train, text, packed(train, seq_len, paths)),
+        ValidationSet(name, val, packed(val, seq_len, f"the held-out part of {paths}")),
     )
 
 
@@ -298,6 +313,16 @@ def _packed(tokens: Tokens, seq_len: int, what: str) -> PackedConversations:
         raise ConfigError(
             f"train.seq_len={seq_len} cuts all {packed.left_out} conversations of {what} before the first "
             "token to learn; give a longer train.seq_len."
+        )
+    return packed
+
+
+def _packed_pairs(tokens: Tokens, seq_len: int, what: str) -> PackedPairs:
+    packed = PackedPairs(tokens, seq_len)
+    if not len(packed):
+        raise ConfigError(
+            f"train.seq_len={seq_len} holds both answers of a pair, and cuts all {packed.left_out} pairs of "
+            f"{what} before the first token to learn of one; give a longer train.seq_len."
         )
     return packed
 
@@ -338,11 +363,13 @@ def open_everywhere(
 
     def build_first() -> list[Tokenized]:
         texts = build(data, tokenizer, say)
+        check_pairs(config, texts)
         open_corpus(data, texts, tokenizer, seq_len)  # so that rank 0 refuses a text that is too short
         return texts
 
     doing = "Building the corpus"
     texts = on_rank_0(group, doing, build_first, list[Tokenized])
+    check_pairs(config, texts)
     mine = on_every_rank(group, doing, lambda: [_as_seen_here(text, data) for text in texts])
     sees = all(text.folder.is_dir() for text in mine if not text.wanted.is_tokens)
     hosts = gather(group, doing, (host_name(), sees), tuple[str, bool])
@@ -361,6 +388,22 @@ def open_everywhere(
     opened = on_every_rank(group, "Opening the corpus", open_here)
     agreement.check(group, "Comparing the tokens", opened.digests())
     return opened
+
+
+def check_pairs(config: RunConfig, texts: Sequence[Tokenized]) -> None:
+    """Raises ConfigError unless all text is pairs of answers if the run learns preferences, else none."""
+    for text in texts:
+        what = ", ".join(text.wanted.paths) or text.wanted.name
+        if text.facts.pairs and not config.dpo.beta:
+            raise ConfigError(
+                f"data.paths: {what} holds pairs of answers (chosen, rejected), which are learned by DPO; "
+                "set dpo.beta, such as 0.1, or give conversations."
+            )
+        if config.dpo.beta and not text.facts.pairs:
+            raise ConfigError(
+                f"dpo.beta={config.dpo.beta:g} learns from pairs of answers, and {what} holds none; give "
+                'files whose lines have "chosen" and "rejected", or leave out dpo.beta.'
+            )
 
 
 def _as_seen_here(text: Tokenized, data: Data) -> Tokenized:

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from pyruntime.train.data import tables
 from pyruntime.train.data.chat_template import BadConversation
 from pyruntime.train.data.conversations import KEYS, SHAPES, conversation_of, is_conversation, is_example
+from pyruntime.train.data.preferences import PAIR_KEYS, is_pair, pair_of
 from pyruntime.train.errors import ConfigError
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -49,7 +50,9 @@ class SourceFile:
     """Bytes."""
     modified_ns: int
     is_chat: bool = False
-    """Whether its lines or rows are conversations."""
+    """Whether its lines or rows are conversations, or pairs of them."""
+    is_pairs: bool = False
+    """Whether they are pairs of answers."""
 
     @property
     def is_lines(self) -> bool:
@@ -62,8 +65,13 @@ class SourceFile:
         return self.path.suffix.lower() in tables.SUFFIXES
 
     @property
+    def holds(self) -> str:
+        """What its lines or rows are, in an error."""
+        return "pairs of answers" if self.is_pairs else "conversations" if self.is_chat else "text"
+
+    @property
     def kind(self) -> int:
-        return (2 if self.is_table else int(self.is_lines)) + 4 * self.is_chat
+        return (2 if self.is_table else int(self.is_lines)) + 4 * self.is_chat + 4 * self.is_pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,19 +184,19 @@ def survey(paths: Sequence[str], pattern: str, field: str = "text") -> tuple[lis
     if not sources:
         asked = ", ".join(paths)
         raise ConfigError(f"data.paths: there is no text in {asked} with names like {pattern}.")
-    sources = [dataclasses.replace(each, is_chat=_is_chat(each, field)) for each in sources]
-    chats = [source.path for source in sources if source.is_chat]
-    if chats and len(chats) < len(sources):
-        text = next(source.path for source in sources if not source.is_chat)
+    sources = [_with_kind(each, field) for each in sources]
+    first = sources[0]
+    other = next((each for each in sources if each.holds != first.holds), None)
+    if other is not None:
         raise ConfigError(
-            f"data.paths: {chats[0]} holds conversations and {text} text; give each a path of its own, with "
-            "data.weights, or choose by data.pattern."
+            f"data.paths: {first.path} holds {first.holds} and {other.path} {other.holds}; give each a path "
+            "of its own, with data.weights, or choose by data.pattern."
         )
     return sources, sum(left_out)
 
 
-def _is_chat(source: SourceFile, field: str) -> bool:
-    """Whether its first line, or its columns, are those of conversations and not of text."""
+def _with_kind(source: SourceFile, field: str) -> SourceFile:
+    """Returns the file with what its first line, or its columns, say that it holds."""
     if source.is_table:
         with reading(source.path):
             keys: dict[str, object] = dict.fromkeys(tables.columns(source.path), "")
@@ -198,11 +206,14 @@ def _is_chat(source: SourceFile, field: str) -> bool:
         try:
             keys = json.loads(first)
         except (ValueError, RecursionError):
-            return False
+            return source
     else:
         _check_no_examples(source.path)
-        return False
-    return isinstance(keys, dict) and not isinstance(keys.get(field), str) and is_conversation(keys)
+        return source
+    if not isinstance(keys, dict) or isinstance(keys.get(field), str):
+        return source
+    pairs = is_pair(keys)
+    return dataclasses.replace(source, is_chat=pairs or is_conversation(keys), is_pairs=pairs)
 
 
 def _check_no_examples(path: Path) -> None:
@@ -329,7 +340,7 @@ def _lines(source: SourceFile, span: FileSpan, field: str) -> Iterator[Document]
         while offset < span.end and (line := file.readline()):
             if line.strip() and source.is_chat:
                 try:
-                    yield _conversation(_object_of(line), span.source, offset)
+                    yield _conversation(source, _object_of(line), span.source, offset)
                 except _NoText as finding:
                     raise ConfigError(f"{place_of(source, offset)} {finding}.") from None
                 except BadConversation as finding:
@@ -354,16 +365,17 @@ def place_of(source: SourceFile, place: int) -> str:
     return f"data.paths: {source.path}, {number}"
 
 
-def _conversation(content: dict[str, Any], source: int, place: int) -> Document:
-    text = conversation_of(content)
+def _conversation(source: SourceFile, content: dict[str, Any], number: int, place: int) -> Document:
+    text = pair_of(content) if source.is_pairs else conversation_of(content)
     digest = hashlib.blake2b(text, digest_size=16).digest()
-    return Document(digest, source, place, True, True, iter([text]))
+    return Document(digest, number, place, True, True, iter([text]))
 
 
 def _chat_rows(source: SourceFile, span: FileSpan) -> Iterator[Document]:
-    for row, content in tables.objects(source.path, range(span.begin, span.end), KEYS):
+    keys = PAIR_KEYS if source.is_pairs else KEYS
+    for row, content in tables.objects(source.path, range(span.begin, span.end), keys):
         try:
-            yield _conversation(content, span.source, row)
+            yield _conversation(source, content, span.source, row)
         except BadConversation as finding:
             raise ConfigError(f"{place_of(source, row)}: {finding}.") from None
 

@@ -24,6 +24,8 @@ class Row(NamedTuple):
     ids: np.ndarray
     labels: np.ndarray
     documents: np.ndarray | None
+    reference: np.ndarray | None = None
+    """Of a sample of pairs: logarithms of the reference's probabilities, fp64 [pairs, 2], if known."""
 
 
 class PackedConversations:
@@ -51,7 +53,7 @@ class PackedConversations:
         taken = np.flatnonzero(found)
         self.conversations = len(taken)
         order = taken[np.argsort(-sizes[taken], kind="stable")]
-        samples = _best_fit((sizes[order] - 1).tolist(), seq_len)
+        samples = best_fit((sizes[order] - 1).tolist(), seq_len)
         by_sample = np.argsort(samples, kind="stable")
         self._members = order[by_sample]
         self._first = np.searchsorted(samples[by_sample], np.arange(samples.max(initial=-1) + 2))
@@ -79,7 +81,7 @@ class PackedConversations:
         return Row(ids, labels, documents)
 
 
-def _best_fit(sizes: list[int], room: int) -> np.ndarray:
+def best_fit(sizes: list[int], room: int) -> np.ndarray:
     """Returns the number of the sample that each of these descending sizes goes into, int64."""
     left: list[int] = []  # distinct remaining rooms, ascending
     samples: dict[int, list[int]] = {}

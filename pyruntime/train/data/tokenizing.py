@@ -38,6 +38,7 @@ from pyruntime.train.data.documents import (
     place_of,
     units,
 )
+from pyruntime.train.data.preferences import PairEncoder
 from pyruntime.train.data.token_shards import PARTIAL, DamagedShard, ShardWriter, TokenShard, dtype_of
 from pyruntime.train.data.tokenizer import CONFIG_NAME, FACTS_FILE, FILE_NAME, Tokenizer
 from pyruntime.train.data.workers import Workers
@@ -88,7 +89,9 @@ class CorpusFacts:
     targets: int | None = None
     """Tokens of conversations that are learned; None for text, all of whose tokens are."""
     empty: int | None = None
-    """Conversations that were left out because they have no turn to learn."""
+    """Conversations, or pairs, that were left out because they have no turn to learn."""
+    pairs: bool | None = None
+    """True for pairs of answers, which are stored as two conversations each."""
 
 
 def shard_name(number: int) -> str:
@@ -104,8 +107,10 @@ def encoder_of(
 ) -> TextEncoder:
     """Returns what makes the tokens of these files. template: file of a chat template; empty: that of the
     tokenizer's folder. Raises ConfigError if conversations have no template."""
-    is_chat = any(source.is_chat for source in sources)
-    return chat_encoder(tokenizer, template, learned) if is_chat else tokenizer
+    if not any(source.is_chat for source in sources):
+        return tokenizer
+    kind = PairEncoder if any(source.is_pairs for source in sources) else ChatEncoder
+    return chat_encoder(tokenizer, template, learned, kind)
 
 
 def name_of(sources: Iterable[SourceFile], tokenizer: TextEncoder, field: str) -> str:
@@ -220,6 +225,11 @@ class Work:
         """Whether the documents are conversations."""
         return isinstance(self.tokenizer, ChatEncoder)
 
+    @property
+    def of_each(self) -> int:
+        """Rows of the index for a document."""
+        return self.tokenizer.of_each if isinstance(self.tokenizer, ChatEncoder) else 1
+
     def _writer(self, path: Path) -> ShardWriter:
         values = self.tokenizer.vocab_size << self.is_chat
         return ShardWriter(path, dtype_of(values), self.tokenizer.fingerprint)
@@ -238,8 +248,9 @@ class Work:
             else:
                 sizes = [len(piece) for piece in pieces]
                 encoded = list(zip(self.tokenizer.encode_batch(pieces), sizes, strict=True))
-            for (document, is_last, _), (ids, size) in zip(batch, encoded, strict=True):
-                yield document, is_last, ids, size
+            for at, (document, is_last, _) in enumerate(batch):
+                for ids, size in encoded[self.of_each * at : self.of_each * (at + 1)]:
+                    yield document, is_last, ids, size
 
 
 def _batches(found: Iterable[Document]) -> Iterator[list[tuple[Document, bool, bytes]]]:
@@ -403,15 +414,16 @@ def _facts(name: str, work: Work, shards: int, tokenizer: TextEncoder, skipped: 
         tokenizer.fingerprint.hex(),
         tokenizer.vocab_size,
         sum(len(each.tokens) for each in found),
-        sum(each.index.shape[1] for each in found),
+        sum(each.index.shape[1] for each in found) // work.of_each,
         sum(int(each.index[1, -1]) for each in found if each.index.size),
         len(work.sources),
         skipped,
         tuple(len(each.tokens) for each in found),
         targets=sum(int(each.index[2, -1]) for each in found if each.index.size) if work.is_chat else None,
-        empty=sum(int((np.diff(each.index[0], prepend=0) == 0).sum()) for each in found)
+        empty=sum(int((np.diff(each.index[0], prepend=0) == 0).sum()) for each in found) // work.of_each
         if work.is_chat
         else None,
+        pairs=True if work.of_each == 2 else None,
     )
 
 

@@ -13,6 +13,7 @@ from pyruntime.data_parallel import Sharded
 from pyruntime.llama import Llama
 from pyruntime.ops.placements import PlacementCheck
 from pyruntime.train.data.batches import Batch
+from pyruntime.train.passes.preference_loss import PreferenceLoss
 from pyruntime.train.resolved import ResolvedRun
 from pyruntime.train.slow.own_clock import OwnClock, PassSpans
 
@@ -23,11 +24,20 @@ class Accumulated:
     Data-parallel ranks may take different numbers of micro-batches. A gradient is a mean over these ranks, so
     each rank divides by their mean number, not by its own: then every micro-batch of the step counts alike.
 
-    sharded: takes the model's gradients. clock: times the passes, for `take_spans`.
+    sharded: takes the model's gradients. preferences: the loss of pairs of answers. clock: times the passes,
+    for `take_spans`.
     """
 
-    def __init__(self, run: ResolvedRun, model: Llama, sharded: Sharded, clock: OwnClock | None = None):
+    def __init__(
+        self,
+        run: ResolvedRun,
+        model: Llama,
+        sharded: Sharded,
+        preferences: PreferenceLoss | None = None,
+        clock: OwnClock | None = None,
+    ):
         self._model, self._sharded, self._clock = model, sharded, clock
+        self._preferences = preferences
         self._device = next(model.parameters()).device
         self._seed = torch.tensor(1.0 / run.micro_batches, device=self._device)
         self._spans = PassSpans()
@@ -39,7 +49,7 @@ class Accumulated:
         loss = torch.zeros((), device=self._device)
         for each in micro_batches:
             with marked("forward"), types or contextlib.nullcontext():
-                loss_micro = self._model(each.ids, each.labels, each.documents)
+                loss_micro = self._loss(each)
             if types is not None:
                 types.expect(loss_micro, "The loss", tp="replicated", cp="partial")
             is_last = each is micro_batches[-1]
@@ -55,7 +65,20 @@ class Accumulated:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """Returns the mean loss of one batch."""
-        return self._model(batch.ids, batch.labels, batch.documents)
+        return self._loss(batch)
+
+    @torch.no_grad()
+    def log_probabilities(self, batch: Batch) -> Tensor:
+        """Returns those of the answers of one batch, [pairs, 2] fp64, in nats."""
+        assert self._preferences is not None
+        x = self._model.hidden(batch.ids, documents=batch.documents)
+        return self._preferences.log_probabilities(self._model, x, batch)
+
+    def _loss(self, batch: Batch) -> Tensor:
+        if self._preferences is None:
+            return self._model(batch.ids, batch.labels, batch.documents)
+        x = self._model.hidden(batch.ids, documents=batch.documents)
+        return self._preferences.loss(self._model, x, batch)
 
     def take_spans(self) -> PassSpans:
         """Returns what this rank did since the last call."""

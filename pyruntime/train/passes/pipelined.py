@@ -15,8 +15,9 @@ from pyruntime.data_parallel.optimizer import Holders
 from pyruntime.llama import Llama
 from pyruntime.llama.stage import LlamaStage
 from pyruntime.ops.placements import PlacementCheck
-from pyruntime.pipeline.executor import Pipeline
+from pyruntime.pipeline.executor import Loss, Pipeline
 from pyruntime.train.data.batches import Batch
+from pyruntime.train.passes.preference_loss import PreferenceLoss
 from pyruntime.train.resolved import ResolvedRun
 from pyruntime.train.slow.own_clock import OwnClock, PassSpans
 
@@ -35,7 +36,8 @@ def shared_weights(run: ResolvedRun, model: Llama, runtime: comm.Runtime) -> dic
 class Pipelined:
     """Runs this rank's stages over the pipeline ranks `pp`. `model` has the layers `part_of` this rank.
 
-    sharded: takes the model's gradients. clock: times the passes, for `take_spans`.
+    sharded: takes the model's gradients. preferences: the loss of pairs of answers. clock: times the passes,
+    for `take_spans`.
     """
 
     def __init__(
@@ -44,8 +46,10 @@ class Pipelined:
         model: Llama,
         pp: comm.Group,
         sharded: Sharded,
+        preferences: PreferenceLoss | None = None,
         clock: OwnClock | None = None,
     ):
+        self._preferences = preferences
         self._clock, self._model, self._scale = clock, model, 1.0 / run.micro_batches
         self._spans = PassSpans()
         self._slices, self._batch = run.slices, run.config.train.micro_batch_size
@@ -87,23 +91,37 @@ class Pipelined:
             self._spans.passes.append((began, self._clock.now()))
         return self._sum(losses)
 
-    @torch.no_grad()
     def evaluate(self, whole: Batch) -> Tensor:
         """Returns the mean loss of one batch on the last stage, 0 on others, float64 on the device."""
+        return self._sum(self._evaluated(whole, self._loss([whole], 1.0)))
+
+    def log_probabilities(self, whole: Batch) -> Tensor:
+        """Returns those of the answers of one batch on the last stage, 0 on others, [pairs, 2] fp64."""
+        preferences = self._preferences
+        assert preferences is not None
+
+        def found(x: Tensor, micro_batch: int, part: int) -> Tensor:
+            return preferences.log_probabilities(self._model, x, whole)
+
+        parts = [part for parts in self._evaluated(whole, found) for part in parts]
+        none = torch.zeros(whole.targets, 2, dtype=torch.float64, device=whole.ids.device)
+        return parts[0] if parts else none
+
+    @torch.no_grad()
+    def _evaluated(self, whole: Batch, loss: Loss) -> list[list[Tensor]]:
         batch = len(whole.ids)
         for each in self._stages.values():
             each.batch = batch
         try:
-            losses = self._pipeline.evaluate(
+            return self._pipeline.evaluate(
                 self._cut([whole.ids]),
-                self._loss([whole], 1.0),
+                loss,
                 self._shapes(batch),
                 [{"documents": whole.documents}],
             )
         finally:
             for each in self._stages.values():
                 each.batch = self._batch
-        return self._sum(losses)
 
     def take_spans(self) -> PassSpans:
         """Returns what this rank did since the last call. Recomputed layers count once more."""
@@ -137,7 +155,11 @@ class Pipelined:
             # A context sums the counts of its ranks.
             count = torch.tensor(batch.targets / (context.size if context is not None else 1))
             labels = cut[micro_batch][part].contiguous()
-            value = self._model.loss(x, labels, count) * (scale * batch.weight)
+            if self._preferences is None:
+                value = self._model.loss(x, labels, count)
+            else:
+                value = self._preferences.loss(self._model, x, batch)
+            value = value * (scale * batch.weight)
             if self._clock and began:
                 self._spans.rest.append((began, self._clock.now()))
             return value

@@ -24,6 +24,7 @@ from pyruntime.train.data.tokenizer import check_named
 from pyruntime.train.errors import require
 from pyruntime.train.validate.adapter_options import check_lora
 from pyruntime.train.validate.model_folder import check_model_folder
+from pyruntime.train.validate.preference_options import check_dpo
 from pyruntime.train.validate.rebalance import check_rebalance
 from pyruntime.train.validate.replicas import check_compression, check_data_parallel, check_weight_wire
 from pyruntime.train.validate.sequences import check_context, check_pipeline, check_slices, check_tp_wire
@@ -88,6 +89,7 @@ RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
     ),
     (lambda x: x == 0 or 1 < x <= 1e6, "be 0, or above 1 and at most 1e6", "optimizer.spike_factor"),
     (lambda x: 1e-6 <= x <= 1e6, "be between 1e-6 and 1e6", "lora.alpha"),
+    (lambda x: x == 0 or 1e-4 <= x <= 100, "be 0 for none, or between 1e-4 and 100", "dpo.beta"),
     (lambda x: x == 0 or x >= 5, "be 0 or at least 5", "train.slow_every"),
     (lambda x: 1e-6 <= x <= 1, "be between 1e-6 and 1", "data_parallel.compression_density"),
     (lambda x: 1 <= x <= 8, "be between 1 and 8", "data_parallel.compression_bits"),
@@ -117,6 +119,7 @@ def check(config: RunConfig, world_size: int) -> None:
     check_compression(config)
     check_weight_wire(config)
     check_lora(config)
+    check_dpo(config)
     _check_rings(config, world_size)
     check_slices(config, world_size)
     check_tp_wire(config, world_size)

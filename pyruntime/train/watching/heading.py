@@ -22,6 +22,7 @@ def first_lines(run: ResolvedRun, data: Corpus, run_dir: Path, runtime: Runtime)
             f"device {Device(runtime.device, runtime.why_device).describe()}",
             *([f"links  {runtime.links.words()}"] if runtime.links is not None else []),
             *([f"lora   {adapters_in_words(run)}"] if config.lora.rank else []),
+            *([f"dpo    beta {config.dpo.beta:g}"] if config.dpo.beta else []),
             f"text   {data}",
             f"steps  {train.steps} of {run.tokens_per_step:,} tokens, in micro-batches of "
             f"{train.micro_batch_size} x {train.seq_len}{_unequal(run)}",
