@@ -40,7 +40,15 @@ def layers(tokens: int, rows: int, vocab: int = VOCAB, device: str = "cuda") -> 
     labels = torch.randint(vocab, (rows,), device=device)
     lse, grad = torch.full((rows,), 12.0, device=device), torch.full((rows,), 1.0 / rows, device=device)
     tables = 8 * tokens * HEAD_DIM
+    hidden, residual, dy_hidden = (bf16(tokens, HEADS * HEAD_DIM) for _ in range(3))
+    weight, rstd = bf16(HEADS * HEAD_DIM), torch.rand(tokens, device=device)
     calls: dict[str, tuple[Any, tuple[Any, ...], float]] = {
+        "rms_norm": (ops.add_rms_norm, (hidden, residual, weight, 1e-5), 8.0 * hidden.numel()),
+        "rms_norm backward": (
+            ops.rms_norm_backward,
+            (dy_hidden, hidden, weight, rstd, residual),
+            8.0 * hidden.numel(),
+        ),
         "swiglu": (ops.swiglu, (gate_up,), 6.0 * dy.numel()),
         "swiglu backward": (ops.swiglu_backward, (dy, gate_up), 10.0 * dy.numel()),
         "rope in place": (

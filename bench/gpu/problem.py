@@ -38,7 +38,9 @@ PARTS: dict[str, float] = {
 """Each part's time limit in seconds, most informative first; parts for Hopper run only on a Hopper."""
 UNMEASURED = ("load", "smoke-portable", "smoke-hopper")
 """Parts that measure nothing, and run only on request."""
-AT_BANDWIDTH = tuple(f"pyruntime {name}" for name in ("adamw", "reduce", "swiglu", "rope", "cross-entropy"))
+AT_BANDWIDTH = tuple(
+    f"pyruntime {name}" for name in ("adamw", "reduce", "rms_norm", "swiglu", "rope", "cross-entropy")
+)
 """Name prefixes of the support kernels that should move memory as fast as a copy."""
 AIMS = {"hopper": 0.95, "portable": 0.6, "overlap": 1.05, "bandwidth": 0.85, "training": 0.45}
 

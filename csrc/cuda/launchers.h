@@ -251,6 +251,28 @@ PYRUNTIME_API int pyruntime_adamw_ahead(const PyruntimeAdamwAhead* tensors, int3
 
 /* ---- layers: one pass over memory each; bf16, fp16 and fp32, arithmetic in fp32, one rounding ---- */
 
+/* y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), a row at a time; all contiguous. With a
+   residual, x + residual is rounded, stored in `summed` and normalised. The backward reads x (what was
+   normalised), weight, rstd and, in place of y, its gradient; sums have a fixed order. */
+typedef struct {
+  int32_t dtype;
+  int64_t rows, columns;
+  const void* x;    /* [rows, columns] */
+  const void* also; /* nullptr, or [rows, columns]: the residual; backward: a gradient that is added to dx */
+  const void* weight; /* [columns] */
+  void* y;            /* forward: written; backward: the gradient of y, only read */
+  void* summed;       /* forward: x + residual, nullptr without one */
+  float* rstd;        /* [rows]; forward: written; backward: only read */
+  void* dx;           /* backward only, as dweight and parts */
+  void* dweight;      /* [columns] */
+  float* parts;       /* [pyruntime_rms_norm_parts(), columns], for the kernels' use */
+  float eps;
+} PyruntimeRmsNorm;
+
+PYRUNTIME_API int pyruntime_rms_norm(const PyruntimeRmsNorm* norm, void* stream);
+PYRUNTIME_API int64_t pyruntime_rms_norm_parts(int32_t dtype, int64_t rows, int64_t columns);
+PYRUNTIME_API int pyruntime_rms_norm_backward(const PyruntimeRmsNorm* norm, void* stream);
+
 /* y = silu(gate) * up, [rows, features] each; gate and up may be side by side in one matrix. The backward
    reads gate, up and, in place of y, its gradient. */
 typedef struct {

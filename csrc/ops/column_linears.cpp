@@ -101,6 +101,7 @@ Tensors all_gather_matmul_backward(at::TensorList grads, const at::Tensor& x_giv
   if (need_dw && !gathered) {
     const Route again{route.group, route.rows, {route.tier.tier}, route.wire};
     gather.emplace(again, Op::kAllGather, x, /*keep_rows=*/true);
+    if (std::none_of(weights.begin(), weights.end(), has_weight_gradient_sink)) gather->lend_rows();
   }
   std::optional<MatmulScatter> scatter;
   if (need_dx)

@@ -3,6 +3,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <utility>
@@ -103,11 +104,12 @@ void GatherMatmul::multiply_fused(const Gemm& gemm, bool transposed) {
 void GatherMatmul::for_each_chunk(
     const std::function<void(const Chunk& chunk, const at::Tensor& rows)>& use) {
   if (!flight_) return use({own_.owner, 0, rows_.size(1) / shard_.inner}, rows_);
-  if (keep_rows_) rows_ = empty_rows(route_.rows);
+  const bool copies = keep_rows_ && !lent().defined();
+  if (copies) rows_ = empty_rows(route_.rows);
   for (const Chunk& part : flight_->order()) {
     const at::Tensor rows = chunk(part);
     use(part, rows);
-    if (!keep_rows_) continue;
+    if (!copies) continue;
     const Spending copying(*context_, Entered::kCopy, name_of(op_), /*peer=*/-1, shard_.data.device());
     shard_.rows_of(rows_, part).copy_(rows);
   }
@@ -131,7 +133,31 @@ const at::Tensor& GatherMatmul::rows() {
   return rows_;
 }
 
+at::Tensor GatherMatmul::lent() const {
+  const at::Tensor& own = shard_.data;
+  if (!lends_rows_ || !flight_ || own.is_cpu() || route_.wire.rounds() || shard_.blocks != 1) return {};
+  const int64_t row_bytes = shard_.inner * shard_.width * own.element_size();
+  char* first = nullptr;
+  for (const Chunk& part : flight_->order()) {
+    if (part.rows == 0) continue;
+    char* begin = static_cast<char*>(flight_->memory(part).mutable_data_ptr()) - part.begin * row_bytes;
+    if (first != nullptr && begin != first) return {};
+    first = begin;
+  }
+  if (first == nullptr) return {};
+  return at::for_blob(first, {1, route_.rows * shard_.inner, shard_.width})
+      .options(own.options())
+      .target_device(own.device())
+      .make_tensor();
+}
+
 at::Tensor GatherMatmul::collect() {
+  if (at::Tensor all = lent(); all.defined()) {
+    for (const Chunk& part : flight_->order()) {
+      if (part.owner != own_.owner && counted_.count(part.begin) == 0) arrived(part);
+    }
+    return all;
+  }
   at::Tensor all = empty_rows(route_.rows);
   for (const Chunk& part : flight_->order()) read(part, shard_.rows_of(all, part));
   return all;

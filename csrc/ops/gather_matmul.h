@@ -35,6 +35,10 @@ class GatherMatmul {
   // GEMMs and rows() get the rounded values, also of this rank's own rows.
   GatherMatmul(Route route, Op op, const Operand& shard, bool keep_rows);
 
+  // Lets rows() be in the transport's memory where they lie there in order, on devices inside a host: for
+  // callers that read them before finish() and keep nothing. Called before anything is multiplied.
+  void lend_rows() { lends_rows_ = true; }
+
   // Multiplies all rows by every weight; without `transposed` rows @ weight.
   void multiply(const std::vector<Gemm>& gemms, bool transposed);
   // Calls `use` with each chunk of all rows as it arrives, [blocks, chunk.rows * inner, width].
@@ -65,12 +69,14 @@ class GatherMatmul {
   // Reads the chunk's rows into `out`, which has their form.
   void read(const Chunk& chunk, const at::Tensor& out);
   at::Tensor empty_rows(int64_t rows) const;
+  // All rows in the transport's memory, arrived or not; undefined if they may not be lent or do not lie so.
+  at::Tensor lent() const;
   at::Tensor collect();
 
   Route route_;
   Op op_;
   Operand shard_;  // as all ranks read it
-  bool keep_rows_;
+  bool keep_rows_, lends_rows_ = false;
   Chunk own_;
   at::Tensor rows_;
   bool multiplied_ = false;

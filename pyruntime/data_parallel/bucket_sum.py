@@ -5,14 +5,18 @@ advance     sums the others' parts with this rank's, if they are there
 complete    waits for them; with replicas, the sum continues over those
 on_reduced  gets the bucket's gradient on this rank, [segment_lines, width]
 
+On devices a large bucket's gradient is summed in several flights, of some lines of every segment each: see
+`MOST_BYTES`.
+
 If only a few lines of it may be touched, the ranks first tell each other which, one bit a line. Lines that no
 rank touched do not travel, and are zero.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -23,6 +27,10 @@ from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.axes import Axes, FlightAxis
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.data_parallel.touched import MOST_TOUCHED, packed, unpacked
+
+MOST_BYTES = 1 << 28
+"""The most bytes of a flight on devices. A group keeps memory for its largest flight, four times, and again
+for what leaves. Without this limit that would be a model's head; a layer's matrices are mostly smaller."""
 
 WriteChunk = Callable[[Tensor, int], None]
 """Writes the chunk [count, width] whose first line is the second argument."""
@@ -113,8 +121,39 @@ class _Way:
 def _begin(way: _Way, write: WriteChunk, touched: Touched | None) -> _Ask | None:
     if touched is not None:
         return _Ask(way, write, touched)
-    _Sum(way, write, None)
+    pieces = pieces_of(way.bucket, way.dtype) if way.cut else [range(way.lines)]
+    joined = _Joined(len(pieces))
+    for piece in pieces:
+        _Sum(way, write, None, piece, joined)
     return None
+
+
+def most_bytes(device: torch.device) -> int | None:
+    """Returns the most bytes of a flight; None: any number. A CPU's ranks read parts where they lie."""
+    return None if device.type == "cpu" else MOST_BYTES
+
+
+def pieces_of(bucket: Bucket, dtype: torch.dtype) -> list[range]:
+    """Returns the lines of every segment that travel in one flight, for each flight."""
+    lines, most = bucket.segment_lines, most_bytes(bucket.device)
+    flights = 1 if most is None else math.ceil(bucket.lines * bucket.width * dtype.itemsize / most)
+    step = max(1, math.ceil(lines / max(1, flights)))
+    return [range(first, min(first + step, lines)) for first in range(0, lines, step)]
+
+
+@dataclass
+class _Joined:
+    """The sums of a bucket's pieces, of which the last makes the whole."""
+
+    pieces: int
+    sums: list[Tensor] = field(default_factory=list)
+
+    def add(self, sums: Tensor) -> Tensor | None:
+        """Takes the next piece's sums; returns those of all pieces if it is the last."""
+        self.sums.append(sums)
+        if len(self.sums) < self.pieces:
+            return None
+        return sums if self.pieces == 1 else torch.cat(self.sums)
 
 
 class _Ask:
@@ -158,10 +197,20 @@ class _Ask:
 
 
 class _Sum:
-    """The flight that sums a bucket over one axis. touched: by any of its ranks."""
+    """The flight that sums a bucket over one axis. touched: by any of its ranks. piece: the lines of every
+    segment that it sums; None: all. joined: the sums of all pieces."""
 
-    def __init__(self, way: _Way, write: WriteChunk, touched: Touched | None):
+    def __init__(
+        self,
+        way: _Way,
+        write: WriteChunk,
+        touched: Touched | None,
+        piece: range | None = None,
+        joined: _Joined | None = None,
+    ):
         self._way, self._touched = way, None if touched is None else touched.lines
+        self._piece = range(way.lines // (way.bucket.segments if way.cut else 1)) if piece is None else piece
+        self._joined = _Joined(1) if joined is None else joined
         self._bucket = bucket = way.bucket
         self._gradient: Tensor | None = None
         """The sum, once nothing is under way any more."""
@@ -175,7 +224,7 @@ class _Sum:
         way.axis.make_room()
         scatter = _C.LineScatter(
             way.axis.name,
-            way.lines,
+            len(self._piece) * (bucket.segments if way.cut else 1),
             bucket.width,
             way.dtype,
             str(bucket.device),
@@ -185,7 +234,8 @@ class _Sum:
         for index, (begin, count) in enumerate(scatter.chunks()):
             with marked("dp write chunk of", bucket.name):
                 if self._some is None or touched is None:
-                    write(scatter.part(index), begin)
+                    segment, within = divmod(begin, len(self._piece))
+                    write(scatter.part(index), segment * bucket.segment_lines + self._piece.start + within)
                 else:
                     touched.write(scatter.part(index), self._some[begin : begin + count])
             scatter.publish(index)
@@ -228,6 +278,9 @@ class _Sum:
                 self._end(self._scatter)
         gradient, self._gradient = self._gradient, None
         assert gradient is not None
+        gradient = self._joined.add(gradient)
+        if gradient is None:
+            return
         rest = replace(self._way, todo=self._way.todo[1:], cut=False)
         if not rest.todo:
             rest.on_reduced(self._bucket, gradient)

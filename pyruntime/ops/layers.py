@@ -2,11 +2,11 @@
 
 Each is a torch op of namespace `pyruntime` (csrc/cpu/layers): a vectorised C++ kernel on CPU, a composite of
 ATen ops on every other device, differentiable, and traceable by `torch.compile(fullgraph=True)`. On CUDA with
-the kernels built (`make cuda`), SwiGLU, rotary embedding and the cross-entropy's passes over the logits are
-one launch each (csrc/cuda/portable), except for float64. Inputs are float32, bfloat16, float16 or float64;
-arithmetic and statistics are float32 (float64 for float64). Results have the same bits for any number of
-threads. Bad arguments raise ValueError (shapes, values), TypeError (dtypes) or IndexError (labels); the
-message says what was found and what is needed.
+the kernels built (`make cuda`), norms, SwiGLU, rotary embedding and the cross-entropy's passes over the
+logits are one launch each, a norm's backward two (csrc/cuda/portable), except for float64. Inputs are
+float32, bfloat16, float16 or float64; arithmetic and statistics are float32 (float64 for float64). Results
+have the same bits for any number of threads. Bad arguments raise ValueError (shapes, values), TypeError
+(dtypes) or IndexError (labels); the message says what was found and what is needed.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Device:
         if not self.is_gpu:
             return f"{self.device} ({self.why})"
         reason = _C.why_no_device_library(self.device.type)
-        layers = "SwiGLU, rotary embedding, loss and AdamW"
+        layers = "norms, SwiGLU, rotary embedding, loss and AdamW"
         by = f"by torch's operations, which is slow: {reason}" if reason else "in fused launches"
         return f"{self.device}, {cards.name_of(self.device)} ({self.why}); {layers} {by}"
 

@@ -67,6 +67,13 @@ int pyruntime_rope(const PyruntimeRope* rope, void* stream) {
   return code;
 }
 
+// Sums the weight's gradient over one row less.
+int pyruntime_rms_norm_backward(const PyruntimeRmsNorm* norm, void* stream) {
+  PyruntimeRmsNorm changed = *norm;
+  if (broken("rms_norm")) --changed.rows;
+  return REAL(pyruntime_rms_norm_backward)(&changed, stream);
+}
+
 // Ends the process.
 int pyruntime_swiglu(const PyruntimeSwiglu* swiglu, void* stream) {
   if (broken("swiglu")) std::abort();

@@ -13,6 +13,7 @@ from pyruntime.llama import Llama
 
 UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 DEVICE_LAYERS = {"swiglu", "swiglu_backward", "apply_rope_qkv", "rotate_qkv_", "apply_rope_qkv_backward"}
+DEVICE_LAYERS |= {"rms_norm", "add_rms_norm", "rms_norm_backward"}
 DEVICE_LAYERS |= {"cross_entropy_stats", "cross_entropy_backward", "cross_entropy_backward_"}
 """Ops with kernels of csrc/cuda/portable (csrc/ops/device/device_layers.cpp)."""
 

@@ -11,8 +11,8 @@ from pyruntime.llama import Llama
 from pyruntime.llama.presets import preset
 from tests.cuda import build
 from tests.cuda.cases import DEVICE_LAYERS, OnDevice, check_training_step, on_device
-from tests.ops import test_cross_entropy, test_rope, test_swiglu
-from tests.ops.cases import composite, randn, rotary_tables
+from tests.ops import test_cross_entropy, test_rms_norm, test_rope, test_swiglu
+from tests.ops.cases import EPS, composite, randn, rotary_tables
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -24,6 +24,27 @@ LOW = [torch.bfloat16, torch.float16]
 def kernels(host_kernels):
     torch.manual_seed(int(torch.randint(2**31, ())))
     _C.use_device_library("cpu", str(build.LIBRARY))
+
+
+@pytest.mark.parametrize("dtype", [*LOW, torch.float32])
+@pytest.mark.parametrize("rows, width", [(0, 7), (1, 1), (5, 33), (300, 128), (70, 1000), (9, 4096)])
+def test_norms_and_their_gradients_match_float64(dtype, rows, width):
+    test_rms_norm.test_rms_norm_and_its_gradients_match_float64(on_device, dtype, width, rows)
+    test_rms_norm.test_add_rms_norm_and_its_gradients_match_float64(on_device, dtype, width, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_take_any_leading_dimensions_and_strides(dtype):
+    whole, weight = randn(3, 4, 5, 40, dtype=dtype), randn(48, dtype=dtype)[::3]
+    for x in (whole[..., 3:19], whole[..., :32:2], whole.transpose(0, 2)[..., :16], whole[0, 0, 0, :16]):
+        y, rstd = on_device(ops.rms_norm, x, weight, EPS)
+        again = on_device(ops.rms_norm, x.contiguous(), weight.contiguous(), EPS)
+        assert y.is_contiguous() and rstd.shape == x.shape[:-1]
+        assert torch.equal(y, again[0]) and torch.equal(rstd, again[1])
+        grad = randn(*x.shape[:-1], 32, dtype=dtype)[..., ::2]
+        found = on_device(ops.rms_norm_backward, grad, x, weight, rstd, grad)
+        expected = on_device(ops.rms_norm_backward, grad.contiguous(), x.contiguous(), weight, rstd, grad)
+        assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
@@ -103,6 +124,9 @@ def test_a_training_step_of_a_llama_is_that_of_the_cpu(dtype):
 def test_float64_has_no_kernel_and_is_computed_by_atens_operations():
     gate_up = randn(3, 8)
     assert torch.equal(on_device(ops.swiglu, gate_up), composite(ops.swiglu, gate_up))
+    arguments = gate_up, randn(3, 8), randn(8), EPS
+    found, expected = (run(ops.add_rms_norm, *arguments) for run in (on_device, composite))
+    assert all(map(torch.equal, found, expected))
 
 
 def test_every_op_has_a_kernel_for_cuda():
@@ -114,6 +138,8 @@ def test_what_does_not_fit_is_refused_in_a_sentence():
     gate_up = torch.zeros(4, 6)
     with pytest.raises(ValueError, match=r"grad has shape \[4, 2\] and gate_up \[4, 6\]"):
         on_device(ops.swiglu_backward, gate_up[:, :2], gate_up)
+    with pytest.raises(ValueError, match=r"x has shape \[4, 6\] and residual \[4, 2\]; they must be equal"):
+        on_device(ops.add_rms_norm, gate_up, gate_up[:, :2], torch.zeros(6), EPS)
     with pytest.raises(TypeError, match="grad has dtype Half and gate_up has Float"):
         on_device(ops.swiglu_backward, gate_up[:, :3].half(), gate_up)
     with pytest.raises(

@@ -3,6 +3,8 @@ come when they are read."""
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import pyruntime
 from pyruntime.comm import group_rank, process_group
+from pyruntime.data_parallel import bucket_sum
 from pyruntime.data_parallel.axes import Axes, FlightAxis
 from pyruntime.data_parallel.bucket_sum import launch
 from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
@@ -57,6 +60,38 @@ def test_a_rank_may_be_several_flights_ahead(ranks):
         assert len(sums) == FLIGHTS
         for number, each in enumerate(sums):
             torch.testing.assert_close(each, torch.full((4, 3), 20.0 * number + 1))  # 3 rows and the mark
+
+
+def sums_in_pieces(group, most_bytes) -> tuple[int, list[torch.Tensor]]:
+    """The number of flights of a bucket of two parameters, and this rank's rows of the sum."""
+    take(group, "symmetric_memory")
+    axis = FlightAxis.of(DeviceMesh.from_group(group, "cpu"))
+    named = [(name, nn.Parameter(torch.zeros(rows))) for name, rows in (("a", 7), ("b", 12))]
+    bucket, found = Bucket(named, axis.size), []
+    torch.manual_seed(axis.rank)
+    whole = torch.randn(bucket.lines, 1)
+    with mock.patch.object(bucket_sum, "most_bytes", lambda _: most_bytes):
+        flights = len(bucket_sum.pieces_of(bucket, torch.float32))
+        launch(
+            bucket,
+            torch.float32,
+            Axes(axis, FlightAxis(None), FlightAxis(None)),
+            lambda chunk, begin: chunk.copy_(whole[begin : begin + len(chunk)]),
+            lambda _, gradient: found.append(gradient),
+        )
+        axis.complete_all()
+    (gradient,) = found
+    return flights, gradient
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_large_gradient_is_summed_in_several_flights_to_the_same_bits(ranks, world_size):
+    whole = ranks.run(sums_in_pieces, world_size, None)
+    for most_bytes, flights in ((48, (2, 3)), (8, (9, 12))):
+        pieces = ranks.run(sums_in_pieces, world_size, most_bytes)
+        for (one, expected), (count, found) in zip(whole, pieces, strict=True):
+            assert one == 1 and flights[0] <= count <= flights[1]
+            assert torch.equal(found, expected)
 
 
 class Reads(nn.Module):

@@ -1,4 +1,4 @@
-// Sums in rank order, AdamW, SwiGLU, rotary embedding and cross-entropy, each against fp64.
+// Sums in rank order, AdamW, RMSNorm, SwiGLU, rotary embedding and cross-entropy, each against fp64.
 #include "layer_cases.h"
 
 #include <array>
@@ -235,6 +235,78 @@ void adamw_left_out(Rank& rank) {
   for (const Bf16& one : param.read()) require(is_poison(one), "a parameter was updated");
 }
 
+// ---- RMSNorm behind an addition, with a gradient of the sum ----
+
+template <class T>
+void rms_norm(Rank& rank, int64_t rows, int64_t columns, int64_t shift) {
+  const int64_t count = rows * columns;
+  const std::vector<T> x = random_values<T>(count, 1), residual = random_values<T>(count, 2),
+                       weight = random_values<T>(columns, 3), grad = random_values<T>(count, 4),
+                       also = random_values<T>(count, 5);
+  const Buffer<T> on_x(x, shift), on_residual(residual, shift), on_weight(weight, shift),
+      on_grad(grad, shift), on_also(also, shift), y(count, shift), summed(count, shift), dx(count, shift),
+      dweight(columns, shift);
+  const Buffer<float> on_rstd(rows), parts(pyruntime_rms_norm_parts(dtype_of<T>(), rows, columns) * columns);
+  PyruntimeRmsNorm norm{};
+  norm.dtype = dtype_of<T>();
+  norm.rows = rows;
+  norm.columns = columns;
+  norm.x = on_x.data();
+  norm.also = on_residual.data();
+  norm.weight = on_weight.data();
+  norm.y = y.data();
+  norm.summed = summed.data();
+  norm.rstd = on_rstd.data();
+  norm.eps = 1e-5f;
+  ok(pyruntime_rms_norm(&norm, rank.stream()));
+  norm.x = summed.data();
+  norm.also = on_also.data();
+  norm.y = on_grad.data();
+  norm.dx = dx.data();
+  norm.dweight = dweight.data();
+  norm.parts = parts.data();
+  ok(pyruntime_rms_norm_backward(&norm, rank.stream()));
+  wait(rank);
+
+  const std::vector<T> sums = summed.read();
+  const std::vector<float> rstd = on_rstd.read();
+  std::vector<double> scale(rows), along(rows), wanted_dw(columns), of_dw(columns);
+  for (int64_t i = 0; i < rows; ++i) {
+    double squares = 0, dot = 0;
+    for (int64_t j = 0; j < columns; ++j) {
+      const int64_t at = i * columns + j;
+      const auto sum = static_cast<float>(value(x[at])) + static_cast<float>(value(residual[at]));
+      require(same_bits(sums[at], rounded<T>(sum)), "x + residual has other bits");
+      squares += value(sums[at]) * value(sums[at]);
+      dot += value(grad[at]) * value(weight[j]) * value(sums[at]);
+    }
+    scale[i] = 1 / std::sqrt(squares / static_cast<double>(columns) + 1e-5);
+    along[i] = scale[i] * scale[i] * scale[i] * dot / static_cast<double>(columns);
+    require(std::fabs(rstd[i] - scale[i]) <= 4e-6 * scale[i], "rstd is another");
+    for (int64_t j = 0; j < columns; ++j) {
+      const double one = value(grad[i * columns + j]) * value(sums[i * columns + j]) * scale[i];
+      wanted_dw[j] += one;
+      of_dw[j] += std::fabs(one);
+    }
+  }
+  const auto wanted_y = [&](int64_t i, int64_t j) {
+    return value(sums[i * columns + j]) * scale[i] * value(weight[j]);
+  };
+  const auto wanted_dx = [&](int64_t i, int64_t j) {
+    const int64_t at = i * columns + j;
+    return value(grad[at]) * value(weight[j]) * scale[i] - value(sums[at]) * along[i] + value(also[at]);
+  };
+  expect_close("y", y.read(), rows, columns, columns, wanted_y,
+               [&](int64_t i, int64_t j) { return allowed<T>(wanted_y(i, j)); });
+  expect_close("dx", dx.read(), rows, columns, columns, wanted_dx,
+               [&](int64_t i, int64_t j) { return allowed<T>(wanted_dx(i, j)) + 4e-5; });
+  expect_close(
+      "dweight", dweight.read(), 1, columns, columns, [&](int64_t, int64_t j) { return wanted_dw[j]; },
+      [&](int64_t, int64_t j) { return allowed<T>(wanted_dw[j]) + 8e-6 * of_dw[j]; });
+  parts.read();
+  on_x.read();
+}
+
 // ---- SwiGLU; rows of gate and up side by side, `gap` elements between rows ----
 
 template <class T>
@@ -430,6 +502,12 @@ void add_layer_cases(std::vector<Case>& cases) {
   add("AdamW ahead, bf16", [](Rank& r) { adamw_ahead<Bf16>(r, 9001, PYRUNTIME_BF16); });
   add("AdamW ahead, fp16", [](Rank& r) { adamw_ahead<Fp16>(r, 70, PYRUNTIME_FP16); });
   add("AdamW ahead, fp32", [](Rank& r) { adamw_ahead<float>(r, 4097, PYRUNTIME_FP32); });
+  add("RMSNorm bf16, heads", [](Rank& r) { rms_norm<Bf16>(r, 70, 128, 0); });
+  add("RMSNorm bf16, a warp a row", [](Rank& r) { rms_norm<Bf16>(r, 21, 1000, 0); });
+  add("RMSNorm bf16, long rows", [](Rank& r) { rms_norm<Bf16>(r, 6, 16384, 0); });
+  add("RMSNorm bf16, unaligned", [](Rank& r) { rms_norm<Bf16>(r, 5, 9001, 3); });
+  add("RMSNorm fp16", [](Rank& r) { rms_norm<Fp16>(r, 9, 2304, 0); });
+  add("RMSNorm fp32", [](Rank& r) { rms_norm<float>(r, 7, 96, 1); });
   add("SwiGLU bf16", [](Rank& r) { swiglu<Bf16>(r, 37, 352, 0, 0); });
   add("SwiGLU bf16, rows apart", [](Rank& r) { swiglu<Bf16>(r, 5, 24, 8, 0); });
   add("SwiGLU bf16, unaligned", [](Rank& r) { swiglu<Bf16>(r, 4, 19, 1, 3); });

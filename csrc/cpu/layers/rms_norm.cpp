@@ -8,8 +8,8 @@
 #include <tuple>
 #include <vector>
 
-#include "common.h"
 #include "core/saved_output.h"
+#include "shared_ops.h"
 #include "simd.h"
 
 namespace pyruntime::layers {
@@ -89,9 +89,11 @@ struct SumBlocks {
   }
 };
 
+}  // namespace
+
 // ---- checks ----
 
-void check_arguments(const char* op, const Tensor& x, const Tensor& weight) {
+void check_norm(const char* op, const Tensor& x, const Tensor& weight) {
   check_floating(x, op, "x");
   check_same_dtype(x, "x", weight, "weight", op);
   TORCH_CHECK_VALUE(x.dim() >= 1, op, ": x is a scalar; it needs at least one dimension to normalise over.");
@@ -106,6 +108,8 @@ void check_residual(const Tensor& x, const Tensor& residual) {
   TORCH_CHECK_VALUE(x.sizes() == residual.sizes(), "add_rms_norm: x has shape ", x.sizes(), " and residual ",
                     residual.sizes(), "; they must be equal.");
 }
+
+namespace {
 
 // ---- ops on the CPU ----
 
@@ -131,14 +135,14 @@ std::tuple<Tensor, Tensor, Tensor> norm_cpu(const Tensor& x_in, const Tensor& re
 }
 
 std::tuple<Tensor, Tensor> rms_norm_cpu(const Tensor& x, const Tensor& weight, double eps) {
-  check_arguments("rms_norm", x, weight);
+  check_norm("rms_norm", x, weight);
   auto [y, summed, rstd] = norm_cpu(x, Tensor(), weight, eps);
   return {y, rstd};
 }
 
 std::tuple<Tensor, Tensor, Tensor> add_rms_norm_cpu(const Tensor& x, const Tensor& residual,
                                                     const Tensor& weight, double eps) {
-  check_arguments("add_rms_norm", x, weight);
+  check_norm("add_rms_norm", x, weight);
   check_residual(x, residual);
   return norm_cpu(x, residual, weight, eps);
 }
@@ -146,7 +150,7 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_cpu(const Tensor& x, const Tenso
 std::tuple<Tensor, Tensor> rms_norm_backward_cpu(const Tensor& grad_in, const Tensor& x_in,
                                                  const Tensor& weight_in, const Tensor& rstd_in,
                                                  const std::optional<Tensor>& grad_sum_in) {
-  check_arguments("rms_norm_backward", x_in, weight_in);
+  check_norm("rms_norm_backward", x_in, weight_in);
   const Tensor grad = grad_in.contiguous(), x = x_in.contiguous(), weight = weight_in.contiguous();
   const Tensor rstd = rstd_in.contiguous(), grad_sum = grad_sum_in ? grad_sum_in->contiguous() : Tensor();
   const int64_t columns = x.size(-1), rows = x.numel() / columns;
@@ -183,8 +187,10 @@ bool has_fused_kernels(const Tensor& x) {
   return x.is_cuda() && x.numel() > 0;
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> rms_norm_composite(const Tensor& x, const Tensor& weight, double eps) {
-  check_arguments("rms_norm", x, weight);
+  check_norm("rms_norm", x, weight);
   if (has_fused_kernels(x)) {
     const auto [y, rstd] = at::_fused_rms_norm(x.contiguous(), weight.sizes(), weight, eps);
     return {y, rstd.squeeze(-1)};
@@ -197,7 +203,7 @@ std::tuple<Tensor, Tensor> rms_norm_composite(const Tensor& x, const Tensor& wei
 
 std::tuple<Tensor, Tensor, Tensor> add_rms_norm_composite(const Tensor& x, const Tensor& residual,
                                                           const Tensor& weight, double eps) {
-  check_arguments("add_rms_norm", x, weight);
+  check_norm("add_rms_norm", x, weight);
   check_residual(x, residual);
   const Tensor summed = x.add(residual).contiguous();
   auto [y, rstd] = rms_norm_composite(summed, weight, eps);
@@ -207,7 +213,7 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_composite(const Tensor& x, const
 std::tuple<Tensor, Tensor> rms_norm_backward_composite(const Tensor& grad, const Tensor& x,
                                                        const Tensor& weight, const Tensor& rstd,
                                                        const std::optional<Tensor>& grad_sum) {
-  check_arguments("rms_norm_backward", x, weight);
+  check_norm("rms_norm_backward", x, weight);
   if (has_fused_kernels(x)) {
     auto [dx, dweight] = at::_fused_rms_norm_backward(grad.contiguous(), x.contiguous(), weight.sizes(),
                                                       rstd.unsqueeze(-1), weight, {true, true});
@@ -223,6 +229,8 @@ std::tuple<Tensor, Tensor> rms_norm_backward_composite(const Tensor& grad, const
   const Tensor dweight = wide_grad.mul(normed).reshape({-1, x.size(-1)}).sum(0);
   return {dx.to(x.scalar_type()).contiguous(), dweight.to(x.scalar_type())};
 }
+
+namespace {
 
 // ---- autograd ----
 

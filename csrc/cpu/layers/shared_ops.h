@@ -5,11 +5,23 @@
 #pragma once
 
 #include <array>
+#include <optional>
 #include <tuple>
 
 #include "common.h"
 
 namespace pyruntime::layers {
+
+// ---- RMSNorm ----
+
+void check_norm(const char* op, const Tensor& x, const Tensor& weight);
+void check_residual(const Tensor& x, const Tensor& residual);
+std::tuple<Tensor, Tensor> rms_norm_composite(const Tensor& x, const Tensor& weight, double eps);
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm_composite(const Tensor& x, const Tensor& residual,
+                                                          const Tensor& weight, double eps);
+std::tuple<Tensor, Tensor> rms_norm_backward_composite(const Tensor& grad, const Tensor& x,
+                                                       const Tensor& weight, const Tensor& rstd,
+                                                       const std::optional<Tensor>& grad_sum);
 
 // ---- SwiGLU ----
 

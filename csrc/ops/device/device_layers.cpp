@@ -1,6 +1,6 @@
-// SwiGLU, rotary embedding and cross-entropy on CUDA, by the device kernels (csrc/cuda/portable). The kernels
-// have no float64: it goes to composites of ATen's operations, and so does every dtype if the kernels are not
-// built.
+// RMSNorm, SwiGLU, rotary embedding and cross-entropy on CUDA, by the device kernels (csrc/cuda/portable).
+// The kernels have no float64: it goes to composites of ATen's operations, and so does every dtype if the
+// kernels are not built.
 //
 // A tensor's device chooses the kernels: tests call the functions registered for CUDA with CPU tensors, for
 // which the kernels' host dialect is loaded.
@@ -35,6 +35,83 @@ void check_on(const char* op, const Tensor& first, std::initializer_list<Tensor>
     TORCH_CHECK_VALUE(other.device() == first.device(), op, ": one tensor is on ", first.device(),
                       " and another on ", other.device(), "; all must be on one device.");
   }
+}
+
+// ---- RMSNorm ----
+
+// The caller keeps the tensors; an undefined residual has none.
+PyruntimeRmsNorm norm_of(const Tensor& x, const Tensor& weight, const Tensor& also) {
+  PyruntimeRmsNorm norm{};
+  norm.dtype = dtype_code(x.scalar_type());
+  norm.columns = x.size(-1);
+  norm.rows = x.numel() / norm.columns;
+  norm.x = x.const_data_ptr();
+  norm.also = also.defined() ? also.const_data_ptr() : nullptr;
+  norm.weight = weight.const_data_ptr();
+  return norm;
+}
+
+// residual may be undefined; then the second result is too.
+std::tuple<Tensor, Tensor, Tensor> norm_on_device(const DeviceLibrary& library, const Tensor& x_in,
+                                                  const Tensor& residual_in, const Tensor& weight_in,
+                                                  double eps) {
+  const DeviceCall call(x_in.device());
+  const Tensor x = x_in.contiguous(), weight = weight_in.contiguous();
+  const Tensor residual = residual_in.defined() ? residual_in.contiguous() : Tensor();
+  Tensor y = at::empty(x.sizes(), x.options());
+  Tensor summed = residual.defined() ? at::empty(x.sizes(), x.options()) : Tensor();
+  Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(at::kFloat));
+  PyruntimeRmsNorm norm = norm_of(x, weight, residual);
+  norm.y = y.mutable_data_ptr();
+  norm.summed = summed.defined() ? summed.mutable_data_ptr() : nullptr;
+  norm.rstd = rstd.mutable_data_ptr<float>();
+  norm.eps = static_cast<float>(eps);
+  library.check(library.rms_norm(&norm, call.stream));
+  return {y, summed, rstd};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_on_device(const Tensor& x, const Tensor& weight, double eps) {
+  const DeviceLibrary* library = kernels_for(x);
+  if (library == nullptr) return layers::rms_norm_composite(x, weight, eps);
+  layers::check_norm("rms_norm", x, weight);
+  check_on("rms_norm", x, {weight});
+  auto [y, summed, rstd] = norm_on_device(*library, x, Tensor(), weight, eps);
+  return {y, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm_on_device(const Tensor& x, const Tensor& residual,
+                                                          const Tensor& weight, double eps) {
+  const DeviceLibrary* library = kernels_for(x);
+  if (library == nullptr) return layers::add_rms_norm_composite(x, residual, weight, eps);
+  layers::check_norm("add_rms_norm", x, weight);
+  layers::check_residual(x, residual);
+  check_on("add_rms_norm", x, {residual, weight});
+  return norm_on_device(*library, x, residual, weight, eps);
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward_on_device(const Tensor& grad_in, const Tensor& x_in,
+                                                       const Tensor& weight_in, const Tensor& rstd_in,
+                                                       const std::optional<Tensor>& grad_sum) {
+  const DeviceLibrary* library = kernels_for(x_in);
+  if (library == nullptr)
+    return layers::rms_norm_backward_composite(grad_in, x_in, weight_in, rstd_in, grad_sum);
+  layers::check_norm("rms_norm_backward", x_in, weight_in);
+  check_on("rms_norm_backward", x_in, {grad_in, weight_in, rstd_in});
+  const DeviceCall call(x_in.device());
+  const Tensor x = x_in.contiguous(), weight = weight_in.contiguous(), grad = grad_in.contiguous();
+  const Tensor rstd = rstd_in.contiguous(), also = grad_sum ? grad_sum->contiguous() : Tensor();
+  PyruntimeRmsNorm norm = norm_of(x, weight, also);
+  Tensor dx = at::empty(x.sizes(), x.options());
+  Tensor dweight = at::empty({norm.columns}, x.options());
+  const int64_t count = library->rms_norm_parts(norm.dtype, norm.rows, norm.columns);
+  Tensor parts = at::empty({count, norm.columns}, rstd.options());
+  norm.y = const_cast<void*>(grad.const_data_ptr());  // the backward only reads it and rstd
+  norm.rstd = const_cast<float*>(rstd.const_data_ptr<float>());
+  norm.dx = dx.mutable_data_ptr();
+  norm.dweight = dweight.mutable_data_ptr();
+  norm.parts = parts.mutable_data_ptr<float>();
+  library->check(library->rms_norm_backward(&norm, call.stream));
+  return {dx, dweight};
 }
 
 // ---- SwiGLU ----
@@ -175,6 +252,9 @@ void register_device_layers(torch::Library& m) {
   const auto on_device = [&](const char* name, auto&& kernel) {
     for (const c10::DispatchKey key : kDeviceKeys) m.impl(name, torch::dispatch(key, kernel));
   };
+  on_device("rms_norm", rms_norm_on_device);
+  on_device("add_rms_norm", add_rms_norm_on_device);
+  on_device("rms_norm_backward", rms_norm_backward_on_device);
   on_device("swiglu", swiglu_on_device);
   on_device("swiglu_backward", swiglu_backward_on_device);
   on_device("apply_rope_qkv", layers::apply_rope_qkv<rotate_on_device>);

@@ -54,7 +54,8 @@ bool load(const std::string& path, DeviceLibrary& library, std::string& why_not)
     return false;
   }
 #define PYRUNTIME_LOOK_UP(name) &&look_up(handle, "pyruntime_" #name, library.name)
-  if (true PYRUNTIME_DEVICE_FUNCTIONS(PYRUNTIME_LOOK_UP) PYRUNTIME_COMPRESSION_FUNCTIONS(PYRUNTIME_LOOK_UP) &&
+  if (true PYRUNTIME_DEVICE_FUNCTIONS(PYRUNTIME_LOOK_UP) PYRUNTIME_COMPRESSION_FUNCTIONS(PYRUNTIME_LOOK_UP)
+          PYRUNTIME_NORM_FUNCTIONS(PYRUNTIME_LOOK_UP) &&
       library.interface() == PYRUNTIME_INTERFACE) {
     library.hip = HipRuntime::of(handle);
     if (library.hip && !(why_not = why_no_single_hip_runtime()).empty()) {

@@ -24,6 +24,7 @@ namespace pyruntime {
   use(reduce) use(adamw) use(adamw_ahead) use(swiglu) use(swiglu_backward) use(rope) \
   use(cross_entropy_stats) use(cross_entropy_gradient) use(is_capturing) use(multiprocessors)
 #define PYRUNTIME_COMPRESSION_FUNCTIONS(use) use(pack_fp8) use(unpack_fp8) use(quantize) use(dequantize)
+#define PYRUNTIME_NORM_FUNCTIONS(use) use(rms_norm) use(rms_norm_parts) use(rms_norm_backward)
 #define PYRUNTIME_HOPPER_FUNCTIONS(use) \
   use(sm90_choose_tiles) use(sm90_is_on_device) use(sm90_all_gather_matmul) use(sm90_matmul_reduce_scatter)
 // clang-format on
@@ -35,6 +36,7 @@ struct DeviceLibrary {
   PYRUNTIME_HOPPER_FUNCTIONS(PYRUNTIME_DECLARE)
   std::optional<HipRuntime> hip;  // used by the kernels for AMD's GPUs
   PYRUNTIME_COMPRESSION_FUNCTIONS(PYRUNTIME_DECLARE)
+  PYRUNTIME_NORM_FUNCTIONS(PYRUNTIME_DECLARE)
 #undef PYRUNTIME_DECLARE
 
   // Raises RuntimeError with the library's sentence if a call has failed.

@@ -41,6 +41,25 @@ def test_swiglu(dtype, rows, features):
 
 
 @DTYPES
+@pytest.mark.parametrize("rows, features", [(8192, 4096), (65536, 128), (333, 1000), (17, 16384), (17, 35)])
+def test_norms(dtype, rows, features):
+    x, residual, grad, also = (on_gpu(rows, features, dtype=dtype) for _ in range(4))
+    weight = on_gpu(features, dtype=dtype)
+    agrees(ops.add_rms_norm, dtype, x, residual, weight, 1e-5)
+    y, rstd = ops.rms_norm(x, weight, 1e-5)
+    assert y.isfinite().all()
+    dx, dweight = ops.rms_norm_backward(grad, x, weight, rstd, also)
+    expected = ops.rms_norm_backward.default._op_dk(COMPOSITE, grad, x, weight, rstd, None)
+    torch.testing.assert_close(
+        dx.double(), expected[0].double() + also.double(), rtol=3 * UNIT[dtype], atol=3 * UNIT[dtype]
+    )
+    spread = 3 * UNIT[dtype] * rows**0.5
+    torch.testing.assert_close(dweight.double(), expected[1].double(), rtol=3 * UNIT[dtype], atol=spread)
+    again = ops.rms_norm_backward(grad, x, weight, rstd, also)
+    assert torch.equal(dx, again[0]) and torch.equal(dweight, again[1])
+
+
+@DTYPES
 @pytest.mark.parametrize("head_dim", [64, 128, 10])
 def test_rope(dtype, head_dim):
     sizes = batch, seq, heads, kv_heads = 3, 700, 9, 3

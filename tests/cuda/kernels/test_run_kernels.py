@@ -51,6 +51,7 @@ def breaks(host_programs: None, tmp_path_factory: pytest.TempPathFactory) -> str
         ("put", ["put, await", "2 ranks", "threads"], r"round 0: element 0 of rank \d is another"),
         ("failure", ["absent", "gather", "threads"], r"nothing failed, though rank 2 did not come"),
         ("rope", ["RoPE bf16"], r"the operand was written"),
+        ("rms_norm", ["RMSNorm bf16, heads"], r"dx\[69, 0\] is"),
         ("swiglu", ["SwiGLU bf16"], r"was ended by signal 6"),
         ("adamw", ["AdamW fp16"], r"a parameter is not its master, rounded"),
         ("cross_entropy", ["cross-entropy bf16"], r"dlogits\[0, 0\] is"),

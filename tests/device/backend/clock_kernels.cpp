@@ -89,7 +89,8 @@ int64_t data_at(const PyruntimeWorkspace& shape) {
   return (kHeaderBytes + flags + 4095) / 4096 * 4096;
 }
 
-// Returns the moment at which all that `peer` puts under these flags has arrived; below 0: this rank has not put its own yet.
+// Returns the moment at which all that `peer` puts under these flags has arrived; below 0: this rank has not
+// put its own yet.
 double arrival(const Slot& slot, const PyruntimeGroup& group, int32_t peer, int32_t first, int32_t flags) {
   const int32_t ranks = group.shape.world_size;
   const int32_t opposite = ((2 * group.rank - peer) % ranks + ranks) % ranks;
@@ -330,6 +331,23 @@ int pyruntime_adamw_ahead(const PyruntimeAdamwAhead* tensors, int32_t count_of_t
     bytes += tensors[i].tensor.count * (of_states + of_grads + sim::size_of(param_dtype));
   }
   return sim::touch(stream, "adamw_ahead", bytes);
+}
+
+int pyruntime_rms_norm(const PyruntimeRmsNorm* norm, void* stream) {
+  const int64_t elements = norm->rows * norm->columns, passes = norm->also != nullptr ? 4 : 2;
+  return sim::touch(stream, "rms_norm", passes * elements * sim::size_of(norm->dtype));
+}
+
+// As the kernels have it where a row is longer than a thousand elements.
+int64_t pyruntime_rms_norm_parts(int32_t, int64_t rows, int64_t) {
+  return std::clamp<int64_t>((rows + 3) / 4, 1, 256);
+}
+
+int pyruntime_rms_norm_backward(const PyruntimeRmsNorm* norm, void* stream) {
+  const int64_t elements = norm->rows * norm->columns, passes = norm->also != nullptr ? 4 : 3;
+  const int64_t parts = 4 * norm->columns * pyruntime_rms_norm_parts(norm->dtype, norm->rows, norm->columns);
+  sim::touch(stream, "rms_norm_backward", passes * elements * sim::size_of(norm->dtype) + parts);
+  return sim::touch(stream, "rms_norm_backward", parts);
 }
 
 int pyruntime_swiglu(const PyruntimeSwiglu* swiglu, void* stream) {
