@@ -42,7 +42,7 @@ class Rules:
     """Number of temporary gradients of the largest weight, besides those that are kept."""
     logits: float = 4
     """Bytes of a logit, including what its loss keeps."""
-    head_rows: Callable[[int, float], int] | None = None
+    head_rows: Callable[[int, int], int] | None = None
     """Returns, of the rows of a loss and the bytes of a row's logits on a rank, how many rows' logits are in
     memory at once, 0 for all (`pyruntime.nn.chunked_head.chunk_rows`). None: always all."""
     reduced_gradient: float | None = None
@@ -312,16 +312,14 @@ def memory_of_rank(
     )
 
 
-def _logits(
-    model: ModelShape, tokens: float, mesh: Mesh, rules: Rules, waiting: int, trains: bool
-) -> float:
+def _logits(model: ModelShape, tokens: float, mesh: Mesh, rules: Rules, waiting: int, trains: bool) -> float:
     """Returns the bytes of the last norm's results, the logits and what their loss keeps. waiting: weight
     gradients that wait. trains: whether the head does."""
     rows, width = tokens / mesh.slices, model.vocab / (mesh.tp * mesh.x)
     normed = 2 * rules.element * tokens * model.hidden / (mesh.tp * mesh.y)
     chunk = 0
     if rules.head_rows is not None and mesh.y == 1:
-        chunk = rules.head_rows(math.ceil(rows), rules.element * width)
+        chunk = rules.head_rows(math.ceil(rows), math.floor(rules.element * width))
     if not chunk:
         kept = waiting * rules.element * tokens * (model.hidden + model.vocab) / mesh.tp
         return rows * width * rules.logits + normed + kept
