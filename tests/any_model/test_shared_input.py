@@ -125,7 +125,7 @@ def test_copies_share_among_themselves_and_hooks_end_it(ranks):
 
 
 def column(label: str) -> ColumnParallelLinear:
-    hook = ColumnHook(CutModel(TensorGroup.of(None), gives_way=False), label)
+    hook = ColumnHook(CutModel(TensorGroup.of(None), TensorGroup.of(None), gives_way=False), label)
     layer = ColumnParallelLinear(4, 4, group=None, hook=hook)
     layer.label = label
     return layer
