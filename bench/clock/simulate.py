@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from bench.clock import mirrors, programs
-from bench.clock.account import Account, by, of_step
+from bench.clock.account import COMPUTING, Account, by, of_step
 from bench.clock.machine import Machine, find
 from bench.clock.mirrors import Place
 from bench.common.measuring import facts
@@ -187,12 +187,14 @@ def _program(config: RunConfig, machine: Machine, axes: dict[str, int], place: P
         job = prepare(config, "simulated", runtime, StopRequest(), of_run)
         with _named_places(core, job.model):
             core.keep_spans(True)
-            marks, steps = [], job.trainer.fit()
+            marks, spans, steps = [], [], job.trainer.fit()
             for _ in range(STEPS):
                 next(steps)
                 marks.append(core.host_time())
+                # Millions, at many ranks: others are not kept.
+                spans += [each for each in core.take_spans() if each[0] == COMPUTING and each[2] > marks[0]]
             steps.close()
-        account = of_step(core.take_spans(), marks[0], marks[1], _axes(runtime))
+        account = of_step(spans, marks[0], marks[1], _axes(runtime))
         return _of_program(job, account, machine, dict(place.at), frozenset(works))
 
 

@@ -2,9 +2,9 @@
 // stream and changes nothing.
 //
 // Ranks of one program do the same, turned by their number. So the message that comes from a rank is the one
-// that its program sends equally far, and arrives at the same time: await() of peer q looks for the put of q's
-// program over the distance q - rank. A put waits for its peer to have finished the slot's former flight, which
-// is when the peer's program has.
+// that its program sends equally far, and arrives at the same time: await() of peer q looks for the put of
+// q's program over the distance q - rank. A put waits for its peer to have finished the slot's former flight,
+// which is when the peer's program has.
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -134,8 +134,8 @@ int64_t data_at(const PyruntimeWorkspace& shape) {
   return (kHeaderBytes + flags + 4095) / 4096 * 4096;
 }
 
-// Returns when all that this program puts over that distance under these flags has arrived; below 0: it has not put
-// its own yet.
+// Returns when all that this program puts over that distance under these flags has arrived; below 0: it has
+// not put its own yet.
 Arrival arrival(const Slot& slot, int32_t distance, int32_t first, int32_t flags) {
   Arrival last{-1, -1};
   for (const Put& put : slot.puts) {

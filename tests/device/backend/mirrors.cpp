@@ -294,7 +294,8 @@ class PairMessage : public c10d::Work {
   int64_t number() const { return number_; }
   // After all messages before it.
   void end() {
-    const std::string key = group_.name_ + "/message/" + std::to_string(number_) + (sends_ ? "/receive" : "/send");
+    const std::string key =
+        group_.name_ + "/message/" + std::to_string(number_) + (sends_ ? "/receive" : "/send");
     const int other = Programs::instance().of_rank(group_.job_ranks_.at(1 - group_.getRank()));
     begun_ = std::max({ready_, Programs::instance().hear(key, other).at(0), group_.pair_free_});
     group_.pair_free_ = ended_ = begun_ + seconds_;
@@ -396,17 +397,19 @@ c10::intrusive_ptr<c10d::Work> MirrorGroup::exchange(const std::vector<Message>&
   on.enqueue({"messages of " + name_, [] {}, {"signal", {}}});
   const auto seconds_of = [&](const Message& each, const char* what) {
     const std::string link = crosses_hosts(each.peer) ? " between hosts" : " inside a host";
-    const std::vector<int64_t> sizes = *what == 'm' ? std::vector<int64_t>{each.bytes} : std::vector<int64_t>{};
+    const std::vector<int64_t> sizes =
+        *what == 'm' ? std::vector<int64_t>{each.bytes} : std::vector<int64_t>{};
     return Clock::instance().seconds({what + link, sizes});
   };
   if (has_others_ && getSize() == 2 && messages.size() == 1) {
     const Message& one = messages.front();
     const double ready = on.timeline().done();
-    const std::string key = name_ + "/message/" + std::to_string(pair_messages_) + (one.sends ? "/send" : "/receive");
+    const std::string key =
+        name_ + "/message/" + std::to_string(pair_messages_) + (one.sends ? "/send" : "/receive");
     Programs::instance().say(key, {ready});
-    under_way_.push_back(c10::make_intrusive<PairMessage>(*this, one.sends, pair_messages_++,
-                                                          seconds_of(one, "message") + seconds_of(one, "latency"),
-                                                          device, ready));
+    under_way_.push_back(c10::make_intrusive<PairMessage>(
+        *this, one.sends, pair_messages_++, seconds_of(one, "message") + seconds_of(one, "latency"), device,
+        ready));
     return under_way_.back();
   }
   meet(on);
@@ -418,7 +421,8 @@ c10::intrusive_ptr<c10d::Work> MirrorGroup::exchange(const std::vector<Message>&
       const double left = on.timeline().store(seconds_of(each, "message"), link);
       arrived = std::max(arrived, left + seconds_of(each, "latency"));
     } else if (messages.size() == 1) {
-      arrived = std::max(arrived, on.timeline().done() + seconds_of(each, "message") + seconds_of(each, "latency"));
+      arrived =
+          std::max(arrived, on.timeline().done() + seconds_of(each, "message") + seconds_of(each, "latency"));
     }
   }
   on.timeline().until(arrived, "messages of " + name_, /*is_asked=*/false);

@@ -17,8 +17,8 @@
 
 namespace sim {
 
-// Keys name ranks in parts of their own: "pyruntime/host/1/0/3" is rank 3's. For a key that is not there the one
-// that differs from it in one such number, the last if it can be, is read.
+// Keys name ranks in parts of their own: "pyruntime/host/1/0/3" is rank 3's. For a key that is not there the
+// one that differs from it in one such number, the last if it can be, is read.
 class MirrorStore : public c10d::Store {
  public:
   using c10d::Store::compareSet;
@@ -49,7 +49,8 @@ class PairMessage;
 
 // Tensors of the host are given at once; on a device a collective takes time on the group's own stream, as
 // NCCL's do. What is sent in one call leaves at once, by the links of a host or those between hosts, and all
-// ranks begin together. Two ranks of two programs are a pair: a message leaves when both ends have come to it.
+// ranks begin together. Two ranks of two programs are a pair: a message leaves when both ends have come to
+// it.
 class MirrorGroup : public c10d::Backend {
  public:
   // `job_ranks`: the group's, by rank in it.
@@ -111,14 +112,14 @@ class MirrorGroup : public c10d::Backend {
   std::vector<c10::intrusive_ptr<PairMessage>> under_way_;
 };
 
-// Comes to the next meeting of all ranks of a group, with this host and its current stream, which takes so many
-// seconds.
+// Comes to the next meeting of all ranks of a group, with this host and its current stream, which takes so
+// many seconds.
 void meet_on_host(const std::string& group, double seconds);
 
 // Symmetric memory of the devices and of the host.
 void register_mirrored_memory();
-// The group whose ranks share that memory of a device, and how many memories it had before; "" before they have
-// met. The name is the one that its ops have.
+// The group whose ranks share that memory of a device, and how many memories it had before; "" before they
+// have met. The name is the one that its ops have.
 struct PlaceOfMemory {
   std::string name;
   int generation;
