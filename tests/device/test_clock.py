@@ -79,6 +79,14 @@ def one_link(core):
     return core.transfer(first, 100), core.transfer(second, 50), core.transfer(first, 10)
 
 
+def a_gap(core):
+    """The third transfer is asked for last, between what the second one leaves."""
+    first, second, third = (torch.Stream("sim:0") for _ in range(3))
+    with second:
+        torch.empty(8, device="sim").zero_()  # until 11
+    return core.transfer(first, 5), core.transfer(second, 50), core.transfer(third, 2)
+
+
 def the_host(core):
     x = torch.empty(8, device="sim")
     x.zero_()
@@ -131,6 +139,10 @@ class TestPrograms:
     def test_a_link_carries_one_transfer_at_a_time(self, ranks):
         # Asked at 1, 2 and 3: the second waits for the link, the third for its own stream and for the link.
         assert run(ranks, "one_link") == (101.0, 151.0, 161.0)
+
+    def test_a_transfer_takes_a_gap_that_others_leave_on_a_link(self, ranks):
+        # Asked at 2, 3 and 4: the second one's stream is busy until 11, and the first ends at 7.
+        assert run(ranks, "a_gap") == (7.0, 61.0, 9.0)
 
     def test_the_host_that_waits_for_a_value_gets_a_zero_and_leaves_the_device_idle(self, ranks):
         value, host, spans = run(ranks, "the_host")
