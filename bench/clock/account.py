@@ -1,16 +1,16 @@
 """Accounts for the seconds of a step, from the spans of the computing stream.
 
-    step = computing + exposed + host
+    step = computing + exposed + bubble + host
 
 exposed: the stream waited for rows or sums of other ranks, or for another stream, or did nothing but signal
-and sum. host: it had done all that it had been asked for. Spans have no holes, so the sum closes to rounding;
-`of_step` raises if it does not.
+and sum. bubble: it waited for a rank of another stage, or of another place in a ring, which had not computed
+what it would send. host: it had done all that it had been asked for. Spans have no holes, so the sum closes
+to rounding; `of_step` raises if it does not.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ COMPUTING = 0
 """The stream on which a rank computes: the default one."""
 OTHER_STREAM = "another stream"
 """In place of an axis, where the stream waited for an event. Gradients and weights of ZeRO have a stream."""
+WORK_OF_ANOTHER = "work of another rank"
+"""What a stream waits for in a bubble: tests/device/backend/programs.h."""
 COMMUNICATING = ("await", "end_puts", "finish", "reduce")
 """Kernels by which the computing stream itself serves communication, without waiting."""
 
@@ -38,10 +40,21 @@ class Account:
     waits: Counter[tuple[str, str, str]]
     """By axis, what was waited for, and place."""
     host: float
+    launches: int
+    """Of what it computed."""
 
     @property
     def exposed(self) -> float:
-        return math.fsum(self.waits.values()) + math.fsum(self.communicating.values())
+        return math.fsum(self.waits.values()) - self.bubble + math.fsum(self.communicating.values())
+
+    @property
+    def bubble(self) -> float:
+        return math.fsum(seconds for (_, what, _), seconds in self.waits.items() if what == WORK_OF_ANOTHER)
+
+    @property
+    def exposed_waits(self) -> Counter[tuple[str, str, str]]:
+        """The waits that are no bubble."""
+        return Counter({key: each for key, each in self.waits.items() if key[1] != WORK_OF_ANOTHER})
 
 
 def by(counted: Mapping[tuple[str, ...], float], field: int) -> Counter[str]:
@@ -59,6 +72,7 @@ def of_step(spans: Iterable[Span], begin: float, end: float, axes: Mapping[str, 
     communicating: Counter[tuple[str, str]] = Counter()
     waits: Counter[tuple[str, str, str]] = Counter()
     host = covered = 0.0
+    launches = 0
     for stream, first, last, spent, what, where in spans:
         seconds = min(last, end) - max(first, begin)
         if stream != COMPUTING or seconds <= 0:
@@ -70,17 +84,18 @@ def of_step(spans: Iterable[Span], begin: float, end: float, axes: Mapping[str, 
             host += seconds
         else:
             (communicating if what in COMMUNICATING else computing)[what, where] += seconds
+            launches += what not in COMMUNICATING
     if not math.isclose(covered, end - begin, rel_tol=1e-9):
         raise ValueError(f"The spans of the computing stream cover {covered} s of a step of {end - begin} s.")
-    return Account(end - begin, computing, communicating, waits, host)
+    return Account(end - begin, computing, communicating, waits, host, launches)
 
 
 def _axis(what: str, axes: Mapping[str, str]) -> str:
-    """A wait's words end with its group: "rows of NAME/PROCESS.NUMBER/host0"."""
+    """A wait's words end with its group, or a companion of it: "rows of NAME (pp, 0 to 1)"."""
     name = what.rpartition(" of ")[2]
-    matching = [group for group in axes if name == group or name.startswith(f"{group}/")]
+    matching = [group for group in axes if name == group or name.startswith(f"{group} (")]
     return axes[max(matching, key=len)] if matching else OTHER_STREAM
 
 
 def _kind(what: str) -> str:
-    return re.sub(r" of \S+/.*", "", what)
+    return what.rpartition(" of ")[0] or what

@@ -50,6 +50,8 @@ class Machine:
     event_s: float
     to_host: float
     """Bytes/s between host and GPU."""
+    host_hop_s: float
+    """Seconds of a message between the processors of two hosts."""
 
     def seconds(self, kind: str, sizes: Sequence[int]) -> float:
         """Returns the seconds of a kind of work (clock.h). Raises ValueError for one that has no model."""
@@ -71,6 +73,13 @@ class Machine:
             "put": lambda nbytes: LAUNCH_S + self.sent(nbytes),
             "store": self.sent,
             "latency inside a host": lambda: self.cluster.latency_inside,
+            "latency between hosts": lambda: self.cluster.latency_between,
+            "message inside a host": self.sent,
+            "message between hosts": lambda nbytes: nbytes / self.adapter,
+            "all_reduce": lambda nbytes, ranks, inner: self.collective(2 * nbytes, ranks, inner),
+            "all_gather": lambda nbytes, ranks, inner: self.collective(ranks * nbytes, ranks, inner),
+            "reduce_scatter": lambda nbytes, ranks, inner: self.collective(ranks * nbytes, ranks, inner),
+            "broadcast": lambda nbytes, ranks, inner: self.collective(nbytes, ranks, inner),
             "copy to host": lambda nbytes: LAUNCH_S + nbytes / self.to_host,
             "copy from host": lambda nbytes: LAUNCH_S + nbytes / self.to_host,
             "multiprocessors": lambda: float(self.gpu.multiprocessors),
@@ -79,6 +88,23 @@ class Machine:
     def sent(self, nbytes: int) -> float:
         """Returns the seconds in which a GPU sends `nbytes` to the others of its host."""
         return nbytes / self.cluster.bandwidth(1, self.cluster.gpus_per_node)
+
+    @property
+    def adapter(self) -> float:
+        """Bytes/s that leave a GPU's host by its adapter: a host has one for each GPU."""
+        return self.cluster.between / self.cluster.gpus_per_node
+
+    def exchanged(self, hosts: int) -> float:
+        """Returns the seconds in which a few numbers go round a ring of hosts, by their processors."""
+        return (hosts - 1) * self.host_hop_s
+
+    def collective(self, nbytes: int, ranks: int, inner: int) -> float:
+        """Returns the seconds of the vendor library's collective, a ring whose ranks lie `inner` apart:
+        `nbytes` pass through each but for one rank's part."""
+        inside = self.cluster.fits(inner, ranks)
+        latency = self.cluster.latency_inside if inside else self.cluster.latency_between
+        share = (ranks - 1) / ranks
+        return LAUNCH_S + (ranks - 1) * latency + share * nbytes / self.cluster.bandwidth(inner, ranks)
 
     def touch(self, nbytes: int) -> float:
         """Returns the seconds of a launch that reads or writes `nbytes` of the GPU's memory."""
@@ -165,4 +191,5 @@ def find(name: str) -> Machine:
         call_s=values["call_s"],
         event_s=values["event_s"],
         to_host=values["to_host"],
+        host_hop_s=values["host_hop_s"],
     )

@@ -1,4 +1,4 @@
-"""A process that stands for all ranks of a mesh, in virtual time (mirrors.h and clock.h in the backend)."""
+"""A process that stands for all ranks of a program, in virtual time (programs.h in the backend)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 from unittest import mock
 
@@ -13,15 +14,30 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pyruntime.comm import Runtime, messages
+from pyruntime import ops
+from pyruntime.comm import Runtime, group_name, messages
 from pyruntime.comm import exchange as exchange_module
 from pyruntime.comm.core import _C
 from pyruntime.comm.exchange import Exchange
+from pyruntime.comm.runtime import merge_context
 from tests.builds import Build, jobs_at_once
 from tests.device import build, sim
 
-DEADLINE_S = 30.0
+DEADLINE_S = 1e5
+"""Of waits in real time, which a long simulation must not meet."""
 BACKEND = "mirror"
+DIFFERING = ("pp", "cp")
+"""Axes whose ranks do not do the same."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which program of a job this process runs: that of the ranks with these numbers on DIFFERING axes."""
+
+    at: Mapping[str, int]
+    gpus_per_host: int
+    board: dist.Store | None = None
+    """On which programs say when their messages leave; None where there is one program."""
 
 
 def build_device() -> None:
@@ -42,40 +58,152 @@ def begin(seconds: Callable[[str, Sequence[int]], float], memory_bytes: float) -
 
 def _group(options: Any, _: object) -> dist.Backend:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    inner = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    return sim._core().MirrorGroup(options.group_rank, options.group_size, inner)
+    sim._core().know_group(options.group_id, ranks)
+    return sim._core().MirrorGroup(options.group_id, options.group_rank, ranks)
+
+
+def places(axes: Mapping[str, int]) -> list[dict[str, int]]:
+    """Returns the programs of a mesh, as the numbers of their ranks on DIFFERING axes."""
+    found: list[dict[str, int]] = [{}]
+    for name in DIFFERING:
+        found = [each | {name: at} for each in found for at in range(axes.get(name, 1))]
+    return found
+
+
+def _programs(axes: Mapping[str, int], at: Mapping[str, int]) -> tuple[list[int], int]:
+    """Returns the program of each rank, and of the ranks with these numbers."""
+    programs, own = torch.zeros(tuple(axes.values()), dtype=torch.int64), 0
+    for dimension, (name, size) in enumerate(axes.items()):
+        if name in DIFFERING:
+            shape = [size if each == dimension else 1 for each in range(len(axes))]
+            programs = programs * size + torch.arange(size).view(shape)
+            own = own * size + at.get(name, 0)
+    return programs.flatten().tolist(), own
 
 
 @contextlib.contextmanager
-def mirrored(axes: Mapping[str, int]) -> Iterator[Runtime]:
-    """Opens a Runtime of rank 0 of a mesh, whose other ranks do the same as it. `axes`: ranks by name, in the
-    order of Runtime.start."""
+def mirrored(
+    axes: Mapping[str, int], place: Place | None = None, exchanged: Callable[[int], float] | None = None
+) -> Iterator[Runtime]:
+    """Opens a Runtime of the first rank of a program.
+
+    axes: ranks by name, in the order of Runtime.start. place: the program; by default the only one, on one
+    host. exchanged: the seconds of an exchange of numbers through processors of so many hosts; by default 0.
+    """
     core, ranks = sim._core(), math.prod(axes.values())
-    store = core.MirrorStore(0, ranks)
-    dist.init_process_group(f"cpu:{BACKEND},sim:{BACKEND}", store=store, rank=0, world_size=ranks)
+    place = place or Place({}, ranks)
+    board = place.board or dist.HashStore()
+    programs, own = _programs(axes, place.at)
+    ranks_of = _Ranks()
+    rank = programs.index(own)
+    core.begin_programs(own, programs, place.gpus_per_host, board)
+    store = core.MirrorStore()
+    dist.init_process_group(f"cpu:{BACKEND},sim:{BACKEND}", store=store, rank=rank, world_size=ranks)
     try:
-        mesh = DeviceMesh("sim", torch.arange(ranks).view(tuple(axes.values())), mesh_dim_names=tuple(axes))
-        with Runtime(mesh, deadline_s=DEADLINE_S) as runtime, _mirrors_that_agree():
-            yield runtime
+        grid = torch.arange(ranks).view(tuple(axes.values()))
+        mesh = DeviceMesh("sim", grid, mesh_dim_names=tuple(axes))
+        if axes.get("dp", 1) > 1 and axes.get("cp", 1) > 1:
+            merge_context(mesh, DEADLINE_S)
+        with _known_companions(core, ranks_of), Runtime(mesh, deadline_s=DEADLINE_S) as runtime:
+            _place_on_hosts(ranks_of, place.gpus_per_host)
+            with (
+                _mirrors_that_agree(programs, own, board, ranks_of),
+                _numbers_exchanged(core, place.gpus_per_host, exchanged, ranks_of),
+            ):
+                yield runtime
     finally:
         _C.leave_job()
         dist.destroy_process_group()
 
 
+def _groups() -> list[tuple[dist.ProcessGroup, dict[int, int]]]:
+    """Returns the process groups of this rank, each with its job's ranks and their places in it."""
+    known = dist.distributed_c10d._world.pg_group_ranks.items()
+    return [(group, ranks) for group, ranks in known if isinstance(group, dist.ProcessGroup)]
+
+
+class _Ranks(dict[str, list[int]]):
+    """The job's ranks of process groups, by the name of the group or of a companion of all its ranks."""
+
+    def __missing__(self, name: str) -> list[int]:
+        for group, ranks in _groups():
+            if group.group_name == name.partition(" (")[0]:
+                self[name] = sorted(ranks, key=ranks.__getitem__)
+        return self.get(name, [])
+
+
+def _place_on_hosts(ranks_of: _Ranks, gpus_per_host: int) -> None:
+    """Makes groups whose ranks are on several hosts know it."""
+    for group, _ in _groups():
+        name = group.group_name
+        hosts = [f"host {rank // gpus_per_host}" for rank in ranks_of[name]]
+        if len(set(hosts)) > 1:
+            _C.configure(name, None, hosts, None, None, None, None)
+
+
 @contextlib.contextmanager
-def _mirrors_that_agree() -> Iterator[None]:
-    """Lets this rank hear what it has told, as that of every rank. What it has not told yet it asks of the
-    others first, to compare or to learn of a refusal: they have nothing to add. Weights are not compared."""
+def _known_companions(core: Any, ranks_of: _Ranks) -> Iterator[None]:
+    """Tells the clock the ranks of companions."""
+    make = _C.make_companion
+
+    def known(served: str, traffic_class: str, edge: tuple[int, int] | None, within: int) -> str:
+        name = make(served, traffic_class, edge, within)
+        ranks = ranks_of[served]
+        core.know_group(name, ranks if edge is None else [ranks[end] for end in edge])
+        return name
+
+    with mock.patch.object(_C, "make_companion", known):
+        yield
+
+
+@contextlib.contextmanager
+def _numbers_exchanged(
+    core: Any, gpus_per_host: int, exchanged: Callable[[int], float] | None, ranks_of: _Ranks
+) -> Iterator[None]:
+    """Exchanges a step's few numbers between processors as all ranks' own, when the last program has come."""
+    gathered = ops.all_gather_stats
+
+    def all_gather_stats(x: torch.Tensor, group: Any) -> torch.Tensor:
+        name = group_name(group)
+        if x.device.type != "cpu":
+            return gathered(x, name)
+        of_group = ranks_of[name]
+        hosts = len({rank // gpus_per_host for rank in of_group})
+        core.meet_on_host(name, exchanged(hosts) if exchanged else 0.0)
+        return x.expand(len(of_group), *x.shape).clone()
+
+    with mock.patch.object(ops, "all_gather_stats", all_gather_stats):
+        yield
+
+
+@contextlib.contextmanager
+def _mirrors_that_agree(
+    programs: Sequence[int], own: int, board: dist.Store, ranks_of: _Ranks
+) -> Iterator[None]:
+    """Lets this rank hear what it has told, as that of every rank of its program. What it has not told yet it
+    asks of the others first, to compare or to learn of a refusal: they have nothing to add. What ranks of
+    other programs tell is on the board. Weights are not compared."""
     told: weakref.WeakKeyDictionary[Exchange, object] = weakref.WeakKeyDictionary()
+    heard: weakref.WeakKeyDictionary[Exchange, dict[int, bytes]] = weakref.WeakKeyDictionary()
+
+    def key(exchange: Exchange, program: int) -> str:
+        return f"{exchange._name}/{exchange._topic}/{program}"
 
     def tell(exchange: Exchange, value: object, to: int | None = None) -> None:
         told[exchange] = value
+        board.set(key(exchange, own), messages.encode(value))
 
     def hear(
         exchange: Exchange, rank: int, kind: Any, beside: bool = False, to_this_rank: bool = False
     ) -> Any:
-        value = told[exchange] if exchange in told else _nothing(kind)
-        return messages.decode(messages.encode(value), kind)
+        program = programs[ranks_of[exchange._name][rank]]
+        if program == own:
+            value = told[exchange] if exchange in told else _nothing(kind)
+            return messages.decode(messages.encode(value), kind)
+        known = heard.setdefault(exchange, {})
+        if program not in known:
+            known[program] = board.get(key(exchange, program))
+        return messages.decode(known[program], kind)
 
     def checksum(tensor: torch.Tensor) -> tuple[int, int]:
         return 0, 0

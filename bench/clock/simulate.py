@@ -4,14 +4,16 @@
 
 The trainer itself runs, call by call, with its streams, events and transports. But its device has no memory
 and no arithmetic: every launch takes the time that a table says (h100.toml, machine.py). One process stands
-for all ranks, which do the same at the same time. It needs a checkout and a compiler, because the device is
-the simulated one of tests/device; the first run compiles it, which takes minutes.
+for all ranks of a stage and of a place in a ring, which do the same at the same time; stages, and the places
+of context parallelism, have a process each. It needs a checkout and a compiler, because the device is the
+simulated one of tests/device; the first run compiles it, which takes minutes.
 
 What the clock cannot know: values, and what follows from them; ranks that differ in speed; kernels that slow
 each other, because they share memory or L2 with copies or run side by side on two streams; how many launches
 a host may be ahead; memory that the allocator loses between blocks; a host's own pauses. The table's numbers
-are published, derived or estimated, and none is measured here. Pipelines, context parallelism, grids, several
-hosts, multicast and rings have no model yet and are refused.
+are published, derived or estimated, and none is measured here. Each GPU has an adapter of its own to other
+hosts; messages between stages, or around a ring, do not share it with other traffic, and switches never
+block. Grids, replicas, expert groups, multicast and rings have no model yet and are refused.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import shlex
@@ -26,14 +29,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.clock import mirrors
-from bench.clock.account import Account, by, of_step
+from bench.clock import mirrors, programs
+from bench.clock.account import COMPUTING, Account, by, of_step
 from bench.clock.machine import Machine, find
+from bench.clock.mirrors import Place
 from bench.common.measuring import facts
 from bench.common.records import write_records
 from bench.common.tables import table
@@ -50,30 +55,75 @@ from pyruntime.train.signals import StopRequest
 
 STEPS = 3
 """The first makes workspaces and the second counts; the third's calls show how the second ended."""
-AXES = ("dp", "tp")
-"""Those of which one rank can stand for all, in the order of Runtime.start."""
+AXES = ("pp", "dp", "cp", "tp")
+"""Those that have a model, in the order of Runtime.start."""
+SEQUENCES = 64
+"""Of text; steps read them again and again."""
 MOST_LINES = 12
 
 
 @dataclasses.dataclass(frozen=True)
-class Simulated:
-    """A step of one rank, in virtual time."""
+class Program:
+    """A step of the ranks that do the same, in virtual time."""
 
-    machine: str
-    gpus: int
+    at: dict[str, int]
+    """Their numbers on the axes whose ranks differ."""
     account: Account
-    tokens: int
-    mfu: float
     memory_bytes: int
     """Most bytes in tensors."""
     workspace_bytes: int
     """Bytes of symmetric memory, which are not among them."""
-    left_bytes: float
-    """Bytes of the GPU's memory beside these and a process's own; below 0: the step does not fit."""
+    tokens: int
+    """Of the step of all ranks."""
+    flops: float
+    """Of the step of all ranks, as MFU counts them."""
     planned_s: float | None
     """The planner's seconds of the same step; None of a dtype that it does not know."""
+    works: frozenset[tuple[str, tuple[int, ...]]]
+    """What the machine was asked for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulated:
+    """A step, in virtual time."""
+
+    machine: str
+    gpus: int
+    programs: tuple[Program, ...]
+    mfu: float
+    left_bytes: float
+    """Bytes of a GPU's memory beside tensors, workspaces and a process's own; below 0: it does not fit."""
     took_s: float
     """Seconds that the simulation took here."""
+
+    @property
+    def busiest(self) -> Program:
+        """The program that computes most."""
+        return max(self.programs, key=lambda each: sum(each.account.computing.values()))
+
+    @property
+    def account(self) -> Account:
+        return self.busiest.account
+
+    @property
+    def tokens(self) -> int:
+        return self.programs[0].tokens
+
+    @property
+    def planned_s(self) -> float | None:
+        return self.programs[0].planned_s
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.fullest.memory_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.fullest.workspace_bytes
+
+    @property
+    def fullest(self) -> Program:
+        return max(self.programs, key=lambda each: each.memory_bytes + each.workspace_bytes)
 
     def record(self) -> dict[str, Any]:
         """Returns the figures as a line of bench/results."""
@@ -86,7 +136,8 @@ class Simulated:
             "mfu": self.mfu,
             "exposed_s": account.exposed,
             "exposed_share": account.exposed / account.step,
-            "waits_s": dict(by(account.waits, 0)),
+            "bubble_s": account.bubble,
+            "waits_s": dict(by(account.exposed_waits, 0)),
             "communicating_s": dict(by(account.communicating, 0)),
             "host_s": account.host,
             "memory_bytes": self.memory_bytes,
@@ -97,47 +148,67 @@ class Simulated:
 
 
 def simulate(config: RunConfig, machine: Machine, gpus: int) -> Simulated:
-    """Runs STEPS steps of a run in this process, which can simulate only once, after `build_device`. Raises
-    ConfigError for what the trainer refuses, ValueError for a mesh that has no model."""
+    """Runs STEPS steps of a run, in this process, which can simulate only once, or one of its own for each
+    program. After `build_device`. Raises ConfigError for what the trainer refuses, ValueError for a mesh that
+    has no model."""
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as held:
+    with tempfile.TemporaryDirectory() as folder:
         config = _on_text(config, Path(folder), machine)
         validate.check(config, gpus)
         mesh = mesh_of(config, gpus)
-        _check(mesh, machine)
-        core = mirrors.begin(machine.seconds, machine.cluster.memory_bytes - machine.cluster.process_bytes)
+        _check(mesh)
         axes = {name: size for name in AXES if (size := getattr(mesh, name)) > 1 or name == "tp"}
-        runtime = held.enter_context(mirrors.mirrored(axes))
-        with contextlib.ExitStack() as of_run:
-            job = prepare(config, "simulated", runtime, StopRequest(), of_run)
-            with _named_places(core, job.model):
-                core.keep_spans(True)
-                marks, steps = [], job.trainer.fit()
-                for _ in range(STEPS):
-                    next(steps)
-                    marks.append(core.host_time())
-                steps.close()
-        account = of_step(core.take_spans(), marks[0], marks[1], _axes(runtime))
-        return _simulated(job, account, machine, gpus, time.monotonic() - began)
+        program = functools.partial(_program, config, machine, axes)
+        found = programs.run(program, mirrors.places(axes), machine.cluster.gpus_per_node)
+    flops, step = found[0].flops, max(each.account.step for each in found)
+    most = max(each.memory_bytes + each.workspace_bytes for each in found)
+    return Simulated(
+        machine.name,
+        gpus,
+        tuple(found),
+        flops / step / (gpus * machine.cluster.peak_flops),
+        machine.cluster.memory_bytes - machine.cluster.process_bytes - most,
+        time.monotonic() - began,
+    )
 
 
-def _check(mesh: MeshSizes, machine: Machine) -> None:
+def _program(config: RunConfig, machine: Machine, axes: dict[str, int], place: Place) -> Program:
+    works = set()
+
+    def seconds(kind: str, sizes: Sequence[int]) -> float:
+        works.add((kind, tuple(sizes)))
+        return machine.seconds(kind, sizes)
+
+    core = mirrors.begin(seconds, machine.cluster.memory_bytes - machine.cluster.process_bytes)
+    with (
+        mirrors.mirrored(axes, place, machine.exchanged) as runtime,
+        contextlib.ExitStack() as of_run,
+    ):
+        job = prepare(config, "simulated", runtime, StopRequest(), of_run)
+        with _named_places(core, job.model):
+            core.keep_spans(True)
+            marks, spans, steps = [], [], job.trainer.fit()
+            for _ in range(STEPS):
+                next(steps)
+                marks.append(core.host_time())
+                # Millions, at many ranks: others are not kept.
+                spans += [each for each in core.take_spans() if each[0] == COMPUTING and each[2] > marks[0]]
+            steps.close()
+        account = of_step(spans, marks[0], marks[1], _axes(runtime))
+        return _of_program(job, account, machine, dict(place.at), frozenset(works))
+
+
+def _check(mesh: MeshSizes) -> None:
     for name, size in vars(mesh).items():
         if (size or 1) > 1 and name not in AXES:
             raise ValueError(f"{name}={size} has no model in virtual time yet; use {name}=1.")
-    ranks = mesh.ranks
-    if ranks > machine.cluster.gpus_per_node:
-        raise ValueError(
-            f"{ranks} GPUs are more than the {machine.cluster.gpus_per_node} of one host of {machine.name}; "
-            "links between hosts have no model yet."
-        )
 
 
 def _on_text(config: RunConfig, folder: Path, machine: Machine) -> RunConfig:
-    """Returns the run on a text that is long enough; what it says does not matter."""
+    """Returns the run on a text; what it says does not matter."""
     text = folder / "text.txt"
     words = "In virtual time nobody reads this. "
-    text.write_text(words * (1 + (STEPS + 40) * config.train.seq_len * config.train.batch_size // len(words)))
+    text.write_text(words * (1 + SEQUENCES * config.train.seq_len // len(words)))
     return dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, paths=(str(text),), cache=str(folder / "tokens")),
@@ -176,31 +247,34 @@ def _named_places(core: Any, model: torch.nn.Module) -> Any:
 
 
 def _axes(runtime: Runtime) -> dict[str, str]:
-    found = {}
-    for name in AXES:
+    """Returns the axis of each group, by its name; that of all ranks of a mesh with several axes is "all"."""
+    found = {group_name(runtime.world): "all"}
+    for name in (*AXES, "replicas"):
         axis = getattr(runtime, name)
         if axis.mesh is not None:
             for dimension in range(axis.mesh.ndim):
-                found[group_name(axis.mesh.get_group(dimension))] = name
+                found[group_name(axis.mesh.get_group(dimension))] = "dp" if name == "replicas" else name
     return found
 
 
-def _simulated(job: RankRun, account: Account, machine: Machine, gpus: int, took_s: float) -> Simulated:
+def _of_program(
+    job: RankRun,
+    account: Account,
+    machine: Machine,
+    at: dict[str, int],
+    works: frozenset[tuple[str, tuple[int, ...]]],
+) -> Program:
     run = job.run
-    flops = run.flops_per_token * run.tokens_per_step
     names = [*_axes(job.runtime), *(each.name for name in _axes(job.runtime) for each in _of_group(name))]
-    spaces, memory = sum(map(workspace_bytes, names)), torch.accelerator.max_memory_allocated()
-    return Simulated(
-        machine.name,
-        gpus,
+    return Program(
+        at,
         account,
+        torch.accelerator.max_memory_allocated(),
+        sum(map(workspace_bytes, names)),
         run.tokens_per_step,
-        flops / account.step / (gpus * machine.cluster.peak_flops),
-        memory,
-        spaces,
-        machine.cluster.memory_bytes - machine.cluster.process_bytes - memory - spaces,
+        run.flops_per_token * run.tokens_per_step,
         predicted(*planned(run, machine.cluster)).total if run.config.train.dtype == "bf16" else None,
-        took_s,
+        works,
     )
 
 
@@ -213,8 +287,10 @@ def words(found: Simulated) -> str:
         f"({found.gpus} GPUs, {found.machine})",
         f"computes {sum(account.computing.values()):.4g} s",
         f"exposed  {account.exposed:.4g} s, {account.exposed * share:.1%} of the step: waits "
-        + ", ".join(f"{axis} {seconds:.4g} s" for axis, seconds in by(account.waits, 0).most_common())
+        + ", ".join(f"{axis} {seconds:.4g} s" for axis, seconds in by(account.exposed_waits, 0).most_common())
         + f"; signals and sums {sum(account.communicating.values()):.4g} s",
+        f"bubble   {account.bubble:.4g} s, {account.bubble * share:.1%}: other ranks had not computed what "
+        "they send",
         f"host     {account.host:.4g} s, {account.host * share:.1%}: the device had nothing to do",
         f"memory   {found.memory_bytes / 1e9:.3g} GB in tensors, {found.workspace_bytes / 1e9:.3g} GB in "
         f"workspaces, which {'fit' if found.left_bytes >= 0 else 'do not fit'}",
@@ -222,14 +298,33 @@ def words(found: Simulated) -> str:
     if found.planned_s is not None:
         lines.append(f"planner  {found.planned_s:.4g} s, {found.planned_s * share - 1:+.0%}")
     lines.append(f"took     {found.took_s:.1f} s here")
+    if len(found.programs) > 1:
+        lines += ["", _of_programs(found)]
     for title, counted in (
-        ("Waits by place", by(account.waits, 2)),
+        ("Waits by place", by(account.exposed_waits, 2)),
         ("Signals and sums by kernel", by(account.communicating, 0)),
         ("Computing by kernel", by(account.computing, 0)),
         ("Computing by place", by(account.computing, 1)),
     ):
         lines += ["", _table(title, counted, account.step)]
     return "\n".join(lines)
+
+
+def _of_programs(found: Simulated) -> str:
+    """Returns a line for each program; the tables that follow are the busiest one's."""
+    rows = []
+    for each in found.programs:
+        name = ", ".join(f"{axis} {at}" for axis, at in each.at.items())
+        spent = (
+            sum(each.account.computing.values()),
+            each.account.exposed,
+            each.account.bubble,
+            each.account.host,
+        )
+        memory = f"{each.memory_bytes / 1e9:.1f} + {each.workspace_bytes / 1e9:.1f}"
+        mark = " (below)" if each is found.busiest else ""
+        rows.append([name + mark, *(f"{1e3 * seconds:.1f}" for seconds in spent), memory])
+    return table(["Ranks, ms", "computes", "exposed", "bubble", "host", "memory, GB"], rows)
 
 
 def _table(title: str, counted: Counter[str], step: float) -> str:

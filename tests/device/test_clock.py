@@ -6,9 +6,13 @@ import pytest
 import torch
 
 import pyruntime
-from bench.clock import account, machine, mirrors, simulate
-from bench.clock.mirrors import mirrored
+from bench.clock import account, machine, mirrors, programs, simulate
+from bench.clock.mirrors import Place, mirrored
 from pyruntime.cli import train as cli
+from pyruntime.comm import group_name, group_rank
+from pyruntime.comm.ring import Ring
+from pyruntime.pipeline import make_schedule
+from pyruntime.pipeline.executor import Pipeline
 
 CALL, WORK, EVENT = 1.0, 10.0, 0.25
 
@@ -75,6 +79,14 @@ def one_link(core):
     return core.transfer(first, 100), core.transfer(second, 50), core.transfer(first, 10)
 
 
+def a_gap(core):
+    """The third transfer is asked for last, between what the second one leaves."""
+    first, second, third = (torch.Stream("sim:0") for _ in range(3))
+    with second:
+        torch.empty(8, device="sim").zero_()  # until 11
+    return core.transfer(first, 5), core.transfer(second, 50), core.transfer(third, 2)
+
+
 def the_host(core):
     x = torch.empty(8, device="sim")
     x.zero_()
@@ -128,6 +140,10 @@ class TestPrograms:
         # Asked at 1, 2 and 3: the second waits for the link, the third for its own stream and for the link.
         assert run(ranks, "one_link") == (101.0, 151.0, 161.0)
 
+    def test_a_transfer_takes_a_gap_that_others_leave_on_a_link(self, ranks):
+        # Asked at 2, 3 and 4: the second one's stream is busy until 11, and the first ends at 7.
+        assert run(ranks, "a_gap") == (7.0, 61.0, 9.0)
+
     def test_the_host_that_waits_for_a_value_gets_a_zero_and_leaves_the_device_idle(self, ranks):
         value, host, spans = run(ranks, "the_host")
         assert value == 0.0
@@ -175,6 +191,111 @@ class TestPrograms:
         assert found[-1][:3] == (4.0, 24.0, account.WAIT)
 
 
+OF_MESSAGES = {
+    "gemm": 10.0,
+    **dict.fromkeys(("put", "message inside a host", "message between hosts"), 3.0),
+    **dict.fromkeys(("latency inside a host", "latency between hosts"), 1.0),
+}
+Spent = list[tuple[float, float, int, str]]
+
+
+def of_two_programs(group, axis: str, program: str, gpus_per_host: int) -> list[Spent]:
+    """Two ranks that differ, whose host takes no time and whose only work are GEMMs of 10 seconds. A message
+    takes 3 seconds, and arrives 1 second later."""
+
+    def run(place: Place) -> Spent:
+        core = mirrors.begin(lambda kind, sizes: OF_MESSAGES.get(kind, 0.0), 2**30)
+        with mirrored({axis: 2, "tp": 1}, place) as runtime:
+            return globals()[program](core, getattr(runtime, axis))
+
+    return programs.run(run, mirrors.places({axis: 2, "tp": 1}), gpus_per_host)
+
+
+def begin_together(core, group) -> float:
+    """Returns the moment at which both ranks begin, with devices that have nothing left to do."""
+    torch.accelerator.synchronize()
+    core.meet_on_host(group_name(group), 0.0)
+    core.take_spans()
+    core.keep_spans(True)
+    return core.host_time()
+
+
+def spent_since(core, begun: float) -> Spent:
+    spans = core.take_spans()
+    return [
+        (begin - begun, end - begun, how, what.rpartition(" of ")[0] or what)
+        for stream, begin, end, how, what, _ in spans
+        if stream == account.COMPUTING and end > begun
+    ]
+
+
+def pipeline(core, group) -> Spent:
+    stage = torch.nn.Linear(8, 8, bias=False, device="sim")
+    x = torch.empty(4, 8, device="sim")
+    schedule, rank = make_schedule("1f1b", 2, 2), group_rank(group)
+    run = Pipeline(schedule, {rank: stage}, group, shapes=[(4, 8)], dtype=x.dtype, device=x.device)
+    begun = begin_together(core, group)
+    run.step([[x], [x]], lambda y, *_: y.sum())
+    return spent_since(core, begun)
+
+
+def ring(core, group) -> Spent:
+    x = torch.empty(8, 8, device="sim")
+    around = Ring(group, "cp")
+    for work in (0, 1 + group_rank(group)):  # the first makes the workspaces
+        begun = begin_together(core, group)
+        for _ in range(work):
+            x @ x
+        shift = around.shift(4, 4, 8, torch.float32, x.device)
+        shift.send()
+        shift.receive()
+        shift.finish()
+    return spent_since(core, begun)
+
+
+def run_two(ranks, axis: str, program: str, gpus_per_host: int) -> list[Spent]:
+    (outcome,) = ranks.launch(of_two_programs, 1, axis, program, gpus_per_host, init=False)
+    assert outcome.error is None, outcome.error
+    return outcome.value
+
+
+def gemms(spent: Spent) -> list[tuple[float, float]]:
+    return [(begin, end) for begin, end, _, what in spent if what in ("aten::mm", "aten::addmm")]
+
+
+def waits(spent: Spent) -> list[tuple[float, float, str]]:
+    return [(begin, end, what) for begin, end, how, what in spent if how == account.WAIT]
+
+
+BUBBLE = account.WORK_OF_ANOTHER
+
+
+@pytest.mark.usefixtures("simulated")
+class TestRanksThatDiffer:
+    def test_a_pipeline_of_two_stages_waits_for_work_and_for_rows(self, ranks):
+        # Stage 0 multiplies once forward and once backward, stage 1 twice backward. Stage 1 has the rows of
+        # the first micro-batch at 14 and its gradient at 44, which is there at 48; the second's at 74 and 78.
+        first, second = run_two(ranks, "pp", "pipeline", 2)
+        assert gemms(first) == [(0, 10), (10, 20), (48, 58), (78, 88)]
+        assert waits(first) == [(20, 44, BUBBLE), (44, 48, "rows"), (58, 74, BUBBLE), (74, 78, "rows")]
+        assert gemms(second) == [(14, 24), (24, 34), (34, 44), (44, 54), (54, 64), (64, 74)]
+        assert waits(second) == [(0, 10, BUBBLE), (10, 14, "rows")]
+
+    def test_between_hosts_rows_leave_when_they_are_asked_for(self, ranks):
+        # The second micro-batch's rows are ready at 20, and asked for at 44.
+        first, second = run_two(ranks, "pp", "pipeline", 1)
+        assert gemms(first) == [(0, 10), (10, 20), (48, 58), (82, 92)]
+        assert gemms(second) == [(14, 24), (24, 34), (34, 44), (48, 58), (58, 68), (68, 78)]
+        assert waits(second) == [(0, 10, BUBBLE), (10, 14, "rows"), (44, 48, "rows")]
+
+    @pytest.mark.parametrize("gpus_per_host", [2, 1])
+    def test_a_ring_of_two_waits_for_the_slower_one(self, ranks, gpus_per_host):
+        first, second = run_two(ranks, "cp", "ring", gpus_per_host)
+        assert waits(first) == [(10, 20, BUBBLE), (20, 24, "rows")]
+        # Between hosts, what the first one sends at 10 is asked for at 20.
+        assert waits(second) == ([] if gpus_per_host == 2 else [(20, 24, "rows")])
+
+
 FLAGS = ["--config", "tiny", "--train.batch_size", "4", "--train.micro_batch_size", "2"]
 
 
@@ -213,18 +334,45 @@ def test_a_step_of_zero_3_waits_for_another_stream_or_not_at_all(ranks):
 
 
 @pytest.mark.usefixtures("simulated")
-def test_meshes_that_one_rank_cannot_stand_for_are_refused(ranks):
-    alone = "--parallel.tp", "1"
-    assert "cp=2 has no model in virtual time" in refused_step(ranks, *alone, "--parallel.cp", "2", gpus=2)
-    many = "--parallel.dp", "16", "--train.batch_size", "32"
-    assert "16 GPUs are more than the 8 of one host" in refused_step(ranks, *alone, *many, gpus=16)
-    assert "parallel.tp=1" in refused_step(ranks, *alone, gpus=2)
+def test_meshes_without_a_model_are_refused(ranks):
+    grid = "--parallel.tp", "{x=2,y=2}"
+    assert "tp_y=2 has no model in virtual time" in refused_step(ranks, *grid, gpus=4)
+    assert "parallel.tp=1" in refused_step(ranks, "--parallel.tp", "1", gpus=2)
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.second_tier("zb-h1")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_step_of_a_pipeline_closes_on_every_stage(ranks, schedule):
+    found = simulated_step(ranks, "--parallel.pp", "2", "--pipeline.kind", schedule)
+    assert [each.at for each in found.programs] == [{"pp": 0, "cp": 0}, {"pp": 1, "cp": 0}]
+    steps = {each.account.step for each in found.programs}
+    assert len(steps) == 1
+    assert all(each.account.bubble > 0 for each in found.programs)
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.second_tier
+def test_a_step_over_two_hosts_takes_longer_than_over_one(ranks):
+    of_dp = "--parallel.tp", "1", "--parallel.dp", "16", "--parallel.zero", "3", "--train.batch_size", "32"
+    far = simulated_step(ranks, *of_dp, gpus=16)
+    near = simulated_step(ranks, *of_dp[:3], "8", *of_dp[4:-1], "16", gpus=8)
+    assert far.account.step > near.account.step
+    assert account.by(far.account.waits, 1)["numbers"] == pytest.approx(machine.find("h100").exchanged(2))
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.second_tier
+def test_a_step_of_a_ring_closes_on_every_rank(ranks):
+    found = simulated_step(ranks, "--parallel.tp", "1", "--parallel.cp", "2", "--parallel.zero", "3")
+    assert [each.at for each in found.programs] == [{"pp": 0, "cp": 0}, {"pp": 0, "cp": 1}]
+    assert {each[0] for each in found.account.waits} <= {"cp", "dp", "all", account.OTHER_STREAM}
 
 
 def test_a_step_is_what_its_spans_are():
     spans = [
         (0, 0.0, 4.0, account.WORK, "aten::mm", "layers.*.w"),
-        (0, 4.0, 5.0, account.WAIT, "rows of 7/1.1/host0", "layers.*.w: all_gather_matmul"),
+        (0, 4.0, 5.0, account.WAIT, "rows of 7 (tp)", "layers.*.w: all_gather_matmul"),
         (0, 5.0, 5.5, account.WORK, "await", ""),
         (0, 5.5, 9.0, account.HOST, "the host", ""),
         (3, 0.0, 9.0, account.WORK, "aten::mm", "on another stream"),

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <utility>
 
 #include "places.h"
@@ -90,6 +91,17 @@ int Clock::number_of(const std::string& text) {
   return found->second;
 }
 
+double Clock::take_link(const std::string& link, double from, double seconds) {
+  auto& busy = links_[link];
+  // Nobody asks for the past.
+  while (!busy.empty() && busy.begin()->second <= host_) busy.erase(busy.begin());
+  auto next = busy.upper_bound(from);
+  double begin = next == busy.begin() ? from : std::max(from, std::prev(next)->second);
+  for (; next != busy.end() && next->first < begin + seconds; ++next) begin = std::max(begin, next->second);
+  if (seconds > 0) busy[begin] = begin + seconds;
+  return begin;
+}
+
 void Clock::add(int64_t stream, double begin, double end, Spent spent, const std::string& name) {
   if (!keeps_ || end <= begin) return;
   spans_.push_back({stream, begin, end, spent, number_of(name), number_of(op_under_way(place_))});
@@ -129,10 +141,9 @@ double Timeline::transfer(const std::string& name, const Work& work, const std::
   const double taken = clock.seconds(work);
   const Lock lock(clock.mutex_);
   const double asked = begin_now("call");
-  double& free = clock.links_[link];
-  const double begin = std::max(asked, free);
+  const double begin = clock.take_link(link, asked, taken);
   clock.add(stream_, asked, begin, Spent::kWait, "the link " + link);
-  free = now_ = begin + taken;
+  now_ = begin + taken;
   clock.add(stream_, begin, now_, Spent::kWork, name);
   last_ = name;
   return now_;
@@ -148,8 +159,7 @@ void Timeline::go_on(const std::string& name, double seconds) {
 double Timeline::store(double seconds, const std::string& link) {
   Clock& clock = Clock::instance();
   const Lock lock(clock.mutex_);
-  double& free = clock.links_[link];
-  return free = std::max(free, now_) + seconds;
+  return clock.take_link(link, now_, seconds) + seconds;
 }
 
 double Timeline::done() {

@@ -69,13 +69,16 @@ class Clock {
   friend class Timeline;
 
   int number_of(const std::string& text);
+  // Occupies a link for so long, as soon as it is free after `from`, and returns when that begins. What the
+  // host asks for later may come earlier, between what it has asked for.
+  double take_link(const std::string& link, double from, double seconds);
   void add(int64_t stream, double begin, double end, Spent spent, const std::string& name);
 
   std::recursive_mutex mutex_;
   Model model_;
   std::map<std::pair<std::string, std::vector<int64_t>>, double> known_;
   double host_ = 0;
-  std::map<std::string, double> links_;  // when they are free
+  std::map<std::string, std::map<double, double>> links_;  // when they are busy, from begin to end
   std::string place_;
   bool keeps_ = false;
   std::vector<Span> spans_;

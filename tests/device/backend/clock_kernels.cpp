@@ -1,10 +1,10 @@
 // The library of device kernels (csrc/cuda/launchers.h) in virtual time: each launch takes its time on its
 // stream and changes nothing.
 //
-// All ranks do the same, turned by their number. So the message that comes from a rank is the one that this
-// rank sends equally far in the other direction, and arrives at the same time: await() of peer q looks for
-// this rank's put() to rank - (q - rank). A put waits for its peer to have finished the slot's former flight,
-// which is when this rank has.
+// Ranks of one program do the same, turned by their number. So the message that comes from a rank is the one
+// that its program sends equally far, and arrives at the same time: await() of peer q looks for the put of
+// q's program over the distance q - rank. A put waits for its peer to have finished the slot's former flight,
+// which is when the peer's program has.
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -17,6 +17,7 @@
 #include "cuda/launchers.h"
 #include "cuda/sm90/launchers.h"
 #include "mirrors.h"
+#include "programs.h"
 #include "streams.h"
 
 namespace sim {
@@ -25,14 +26,19 @@ namespace {
 constexpr int64_t kHeaderBytes = 4096;
 constexpr const char* kLink = "inside a host";
 
+struct Arrival {
+  double begun, arrived;  // begun: when the sender had all that it needed
+};
+
 struct Put {
-  int32_t peer, first, flags;
-  double arrived;
+  int32_t distance, first, flags;
+  Arrival at;
 };
 
 struct Slot {
   std::vector<Put> puts;  // of the flight under way
   double finished = 0;    // the former flight
+  int64_t flights = 0;    // so many have been finished
 };
 
 struct Slots {
@@ -80,8 +86,47 @@ const void* own(const PyruntimeGroup& group) {
   return group.workspaces[group.rank];
 }
 
+std::string name_of(const PyruntimeGroup& group) {
+  return group_of_memory(own(group)).name;
+}
+
 std::string words(const PyruntimeGroup& group) {
-  return (group.pieces > 0 ? "rows of " : "parts of ") + group_of_memory(own(group));
+  return (group.pieces > 0 ? "rows of " : "parts of ") + name_of(group);
+}
+
+// The program of a rank of the group.
+int program_of(const PyruntimeGroup& group, int32_t rank) {
+  const std::vector<int>& ranks = Programs::instance().ranks_of(name_of(group));
+  return ranks.empty() ? Programs::instance().own() : Programs::instance().of_rank(ranks.at(rank));
+}
+
+bool has_other_programs(const PyruntimeGroup& group) {
+  return Programs::instance().are_several(Programs::instance().ranks_of(name_of(group)));
+}
+
+int32_t distance(const PyruntimeGroup& group, int32_t from, int32_t to) {
+  const int32_t ranks = group.shape.world_size;
+  return ((from - to) % ranks + ranks) % ranks;
+}
+
+Slot& slot_of(const PyruntimeGroup& group) {  // with the lock
+  return slots().all[{own(group), group.slot}];
+}
+
+int64_t flight_of(const PyruntimeGroup& group) {
+  const std::lock_guard<std::mutex> lock(slots().mutex);
+  return slot_of(group).flights;
+}
+
+// What is said of one flight.
+std::string key_of(const PyruntimeGroup& group, int64_t flight, const std::string& what) {
+  const PlaceOfMemory place = group_of_memory(own(group));
+  return place.name + "/" + std::to_string(place.generation) + "/" + std::to_string(group.slot) + "/" +
+         std::to_string(flight) + "/" + what;
+}
+
+std::string of_put(int32_t distance, int32_t flag) {
+  return "put/" + std::to_string(distance) + "/" + std::to_string(flag);
 }
 
 int64_t data_at(const PyruntimeWorkspace& shape) {
@@ -89,22 +134,78 @@ int64_t data_at(const PyruntimeWorkspace& shape) {
   return (kHeaderBytes + flags + 4095) / 4096 * 4096;
 }
 
-// Returns the moment at which all that `peer` puts under these flags has arrived; below 0: this rank has not
-// put its own yet.
-double arrival(const Slot& slot, const PyruntimeGroup& group, int32_t peer, int32_t first, int32_t flags) {
-  const int32_t ranks = group.shape.world_size;
-  const int32_t opposite = ((2 * group.rank - peer) % ranks + ranks) % ranks;
-  double last = -1;
+// Returns when all that this program puts over that distance under these flags has arrived; below 0: it has
+// not put its own yet.
+Arrival arrival(const Slot& slot, int32_t distance, int32_t first, int32_t flags) {
+  Arrival last{-1, -1};
   for (const Put& put : slot.puts) {
-    const bool is_asked = put.peer == opposite && put.first < first + flags && first < put.first + put.flags;
-    if (is_asked) last = std::max(last, put.arrived);
+    const bool is_asked =
+        put.distance == distance && put.first < first + flags && first < put.first + put.flags;
+    if (is_asked && put.at.arrived > last.arrived) last = put.at;
   }
   return last;
 }
 
-double arrival_from(const PyruntimeGroup& group, int32_t peer, int32_t first, int32_t flags) {
-  const std::lock_guard<std::mutex> lock(slots().mutex);
-  return arrival(slots().all[{own(group), group.slot}], group, peer, first, flags);
+Arrival arrival_from(const PyruntimeGroup& group, int32_t peer, int32_t first, int32_t flags) {
+  const int32_t far = distance(group, peer, group.rank);
+  const int program = program_of(group, peer);
+  if (program == Programs::instance().own()) {
+    const std::lock_guard<std::mutex> lock(slots().mutex);
+    return arrival(slot_of(group), far, first, flags);
+  }
+  Arrival last{-1, -1};
+  const int64_t flight = flight_of(group);
+  for (int32_t flag = first; flag < first + flags; ++flag) {
+    const auto heard = Programs::instance().hear(key_of(group, flight, of_put(far, flag)), program);
+    if (heard.at(1) > last.arrived) last = {heard.at(0), heard.at(1)};
+  }
+  return last;
+}
+
+// Makes a stream wait for what comes from a peer: first for the peer's work, if it is of another program.
+void await(Timeline& timeline, const PyruntimeGroup& group, int32_t peer, const Arrival& at) {
+  if (program_of(group, peer) != Programs::instance().own()) {
+    timeline.until(at.begun, kWorkOfAnother + name_of(group), /*is_asked=*/false);
+  }
+  timeline.until(at.arrived, words(group), /*is_asked=*/false);
+}
+
+// Returns when the peer has finished the former flight of the slot.
+double finished_by(const PyruntimeGroup& group, int32_t peer) {
+  const int program = program_of(group, peer);
+  Slot slot;
+  {
+    const std::lock_guard<std::mutex> lock(slots().mutex);
+    slot = slot_of(group);
+  }
+  if (program == Programs::instance().own() || slot.flights == 0) return slot.finished;
+  return Programs::instance().hear(key_of(group, slot.flights - 1, "finished"), program).at(0);
+}
+
+void note_put(const PyruntimeGroup& group, int32_t peer, int32_t first, int32_t flags, Arrival at) {
+  const int32_t far = distance(group, group.rank, peer);
+  int64_t flight = 0;
+  {
+    const std::lock_guard<std::mutex> lock(slots().mutex);
+    Slot& slot = slot_of(group);
+    slot.puts.push_back({far, first, flags, at});
+    flight = slot.flights;
+  }
+  if (!has_other_programs(group)) return;
+  for (int32_t flag = first; flag < first + flags; ++flag) {
+    Programs::instance().say(key_of(group, flight, of_put(far, flag)), {at.begun, at.arrived});
+  }
+}
+
+void note_finished(const PyruntimeGroup& group, double moment) {
+  int64_t flight = 0;
+  {
+    const std::lock_guard<std::mutex> lock(slots().mutex);
+    Slot& slot = slot_of(group);
+    flight = slot.flights;
+    slot = {{}, moment, flight + 1};
+  }
+  if (has_other_programs(group)) Programs::instance().say(key_of(group, flight, "finished"), {moment});
 }
 
 // The share of one rank's rows in a GEMM over the rows of all.
@@ -115,8 +216,6 @@ double seconds_of_part(const PyruntimeGroup& group, const PyruntimeMatmul& matmu
 
 }  // namespace
 }  // namespace sim
-
-using sim::slots;
 
 extern "C" {
 
@@ -164,19 +263,14 @@ int pyruntime_choose_tiles(int64_t, int64_t, int64_t) {
 int pyruntime_put(const PyruntimeGroup* group, const void*, int64_t bytes, int32_t peer, int64_t,
                   int32_t first, int32_t flags, void* stream) {
   sim::Timeline& timeline = sim::timeline(stream);
-  double free = 0;
-  {
-    const std::lock_guard<std::mutex> lock(slots().mutex);
-    free = slots().all[{sim::own(*group), group->slot}].finished;
-  }
-  const std::string what = sim::words(*group);
+  const double free = sim::finished_by(*group, peer);
+  const std::string name = sim::name_of(*group);
   sim::launch(stream, "await_leave_to_put", {"signal", {}});
-  timeline.until(free, "the slot of a peer of " + sim::group_of_memory(sim::own(*group)), /*is_asked=*/false);
-  if (bytes > 0) timeline.transfer(what, {"put", {bytes}}, sim::kLink);
+  const double begun = timeline.done();
+  timeline.until(free, "the slot of a peer of " + name, /*is_asked=*/false);
+  if (bytes > 0) timeline.transfer(sim::words(*group), {"put", {bytes}}, sim::kLink);
   sim::launch(stream, "raise_flags", {"signal", {}});
-  const double arrived = timeline.done() + sim::latency();
-  const std::lock_guard<std::mutex> lock(slots().mutex);
-  slots().all[{sim::own(*group), group->slot}].puts.push_back({peer, first, flags, arrived});
+  sim::note_put(*group, peer, first, flags, {begun, timeline.done() + sim::latency()});
   return PYRUNTIME_OK;
 }
 
@@ -189,22 +283,20 @@ int pyruntime_end_puts(const PyruntimeGroup*, void* stream) {
 }
 
 int pyruntime_await(const PyruntimeGroup* group, int32_t peer, int32_t first, int32_t flags, void* stream) {
-  const double arrived = sim::arrival_from(*group, peer, first, flags);
-  if (arrived < 0) {
+  const sim::Arrival at = sim::arrival_from(*group, peer, first, flags);
+  if (at.arrived < 0) {
     return sim::refuse(
         "rank " + std::to_string(group->rank) + " waits for rank " + std::to_string(peer) +
         " before it has sent what that rank would send; ranks that differ cannot be mirrored.");
   }
   sim::launch(stream, "await", {"signal", {}});
-  sim::timeline(stream).until(arrived, sim::words(*group), /*is_asked=*/false);
+  sim::await(sim::timeline(stream), *group, peer, at);
   return PYRUNTIME_OK;
 }
 
 int pyruntime_finish(const PyruntimeGroup* group, void* stream) {
   sim::launch(stream, "finish", {"signal", {}});
-  const double finished = sim::timeline(stream).done() + sim::latency();
-  const std::lock_guard<std::mutex> lock(slots().mutex);
-  slots().all[{sim::own(*group), group->slot}] = {{}, finished};
+  sim::note_finished(*group, sim::timeline(stream).done() + sim::latency());
   return PYRUNTIME_OK;
 }
 
@@ -250,10 +342,10 @@ int pyruntime_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatm
   sim::launch(stream, "all_gather_matmul", {});
   for (int32_t step = 0; step < ranks; ++step) {
     if (step > 0) {
-      const double arrived =
-          sim::arrival_from(*group, (group->rank + step) % ranks, 0, std::max(1, group->pieces));
-      if (arrived < 0) return sim::refuse("a fused gather begins before this rank has sent its own rows.");
-      timeline.until(arrived, sim::words(*group), /*is_asked=*/false);
+      const int32_t peer = (group->rank + step) % ranks;
+      const sim::Arrival at = sim::arrival_from(*group, peer, 0, std::max(1, group->pieces));
+      if (at.arrived < 0) return sim::refuse("a fused gather begins before this rank has sent its own rows.");
+      sim::await(timeline, *group, peer, at);
     }
     timeline.go_on("all_gather_matmul", part);
   }
@@ -262,6 +354,9 @@ int pyruntime_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatm
 
 int pyruntime_matmul_reduce_scatter(const PyruntimeGroup* group, const PyruntimeMatmul* matmul,
                                     void* stream) {
+  if (sim::has_other_programs(*group)) {
+    return sim::refuse("a fused scatter among ranks that do not do the same has no model in virtual time.");
+  }
   const int32_t ranks = group->shape.world_size;
   const double part = sim::seconds_of_part(*group, *matmul), latency = sim::latency();
   const int64_t bytes = matmul->m / ranks * matmul->n * sim::size_of(matmul->dtype);
@@ -276,8 +371,7 @@ int pyruntime_matmul_reduce_scatter(const PyruntimeGroup* group, const Pyruntime
   timeline.go_on("matmul_reduce_scatter", part);
   timeline.until(arrived, sim::words(*group), /*is_asked=*/false);
   timeline.go_on("reduce", sim::Clock::instance().seconds({"bytes", {ranks * bytes}}));
-  const std::lock_guard<std::mutex> lock(slots().mutex);
-  slots().all[{sim::own(*group), group->slot}] = {{}, timeline.done() + latency};
+  sim::note_finished(*group, timeline.done() + latency);
   return PYRUNTIME_OK;
 }
 

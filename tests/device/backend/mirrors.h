@@ -1,8 +1,8 @@
-// One rank that stands for all ranks of a group, which do the same as it does at the same time.
+// One rank that stands for all ranks of its program, which do the same as it does at the same time.
 //
 // Whatever a peer would say is what this rank has said in its place: a store answers with this rank's own
-// value, a process group brings this rank's own tensors, and symmetric memory of a peer is this rank's. So it
-// needs ranks that are alike: no pipeline, and parts of equal size.
+// value, a process group brings this rank's own tensors, and symmetric memory of a peer is this rank's. Ranks
+// of other programs (programs.h) say the same too, but when their messages leave is asked of them.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -17,12 +17,10 @@
 
 namespace sim {
 
-// Keys name ranks in parts of their own: "pyruntime/host/1/0/3" is rank 3's. A key that is not there is
-// looked for with `rank` in place of one such number.
+// Keys name ranks in parts of their own: "pyruntime/host/1/0/3" is rank 3's. For a key that is not there the
+// one that differs from it in one such number, the last if it can be, is read.
 class MirrorStore : public c10d::Store {
  public:
-  MirrorStore(int rank, int ranks) : rank_(rank), ranks_(ranks) {}
-
   using c10d::Store::compareSet;
   using c10d::Store::set;
 
@@ -42,22 +40,32 @@ class MirrorStore : public c10d::Store {
  private:
   const std::vector<uint8_t>* find(const std::string& key);
 
-  const int rank_, ranks_;
   std::mutex mutex_;
   std::map<std::string, std::vector<uint8_t>> values_;
+  std::map<std::string, std::string> alike_;  // the key, by itself without one of its numbers
 };
 
+class PairMessage;
+
 // Tensors of the host are given at once; on a device a collective takes time on the group's own stream, as
-// NCCL's do.
+// NCCL's do. What is sent in one call leaves at once, by the links of a host or those between hosts, and all
+// ranks begin together. Two ranks of two programs are a pair: a message leaves when both ends have come to
+// it.
 class MirrorGroup : public c10d::Backend {
  public:
-  // `inner`: how many ranks lie between two neighbours of the group.
-  MirrorGroup(int rank, int ranks, int inner) : Backend(rank, ranks), inner_(inner) {}
+  // `job_ranks`: the group's, by rank in it.
+  MirrorGroup(std::string name, int rank, std::vector<int> job_ranks);
+  ~MirrorGroup() override;
 
   const std::string getBackendName() const override { return "mirror"; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return 0; }
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override;
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override;
 
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int peer, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int peer, int tag) override;
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
                                            const c10d::BroadcastOptions& options) override;
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
@@ -72,17 +80,50 @@ class MirrorGroup : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override;
 
  private:
+  friend class PairMessage;
+
+  struct Message {
+    bool sends;
+    int peer;
+    int64_t bytes;
+    int device;
+  };
+
   c10::intrusive_ptr<c10d::Work> put(c10d::OpType type, const char* what, const at::Tensor& tensor,
                                      bool is_async, const std::function<void()>& on_host);
+  c10::intrusive_ptr<c10d::Work> add(Message message);
+  c10::intrusive_ptr<c10d::Work> exchange(const std::vector<Message>& messages);
+  // The group's own stream, after what the caller's has so far.
+  Queue& after_current(int device);
+  void meet(Queue& on);
+  // Asks for the moments of a pair's messages up to that number.
+  void end_until(int64_t number);
+  bool crosses_hosts(int peer) const;
 
-  const int inner_;
+  const std::string name_;
+  const std::vector<int> job_ranks_;
+  const bool has_others_;  // programs
   std::mutex mutex_;
   std::map<int, c10::Stream> streams_;  // by device
+  bool is_grouping_ = false;
+  std::vector<Message> messages_;
+  int64_t pair_messages_ = 0;
+  double pair_free_ = 0;  // when the last message of a pair has ended
+  std::vector<c10::intrusive_ptr<PairMessage>> under_way_;
 };
+
+// Comes to the next meeting of all ranks of a group, with this host and its current stream, which takes so
+// many seconds.
+void meet_on_host(const std::string& group, double seconds);
 
 // Symmetric memory of the devices and of the host.
 void register_mirrored_memory();
-// The group whose ranks share that memory of a device; "" before they have met.
-std::string group_of_memory(const void* memory);
+// The group whose ranks share that memory of a device, and how many memories it had before; "" before they
+// have met. The name is the one that its ops have.
+struct PlaceOfMemory {
+  std::string name;
+  int generation;
+};
+PlaceOfMemory group_of_memory(const void* memory);
 
 }  // namespace sim

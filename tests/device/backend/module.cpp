@@ -12,6 +12,7 @@
 #include "memory.h"
 #include "mirrors.h"
 #include "places.h"
+#include "programs.h"
 #include "streams.h"
 #include "symmetric.h"
 
@@ -76,10 +77,18 @@ void bind_clock(pybind11::module& m) {
     return queue(stream).timeline().transfer("a transfer", {"put", {bytes}}, "inside a host");
   });
   m.def("stream_time", [](const c10::Stream& stream) { return queue(stream).timeline().done(); });
+  m.def("begin_programs", [](int own, std::vector<int> of_rank, int gpus_per_host,
+                             const c10::intrusive_ptr<c10d::Store>& board) {
+    Programs::instance().begin(own, std::move(of_rank), gpus_per_host, board);
+  });
+  m.def("know_group", [](const std::string& name, std::vector<int> job_ranks) {
+    Programs::instance().know(name, std::move(job_ranks));
+  });
+  m.def("meet_on_host", &meet_on_host, pybind11::call_guard<pybind11::gil_scoped_release>());
   pybind11::class_<MirrorStore, c10d::Store, c10::intrusive_ptr<MirrorStore>>(m, "MirrorStore")
-      .def(pybind11::init([](int rank, int ranks) { return c10::make_intrusive<MirrorStore>(rank, ranks); }));
+      .def(pybind11::init([] { return c10::make_intrusive<MirrorStore>(); }));
   pybind11::class_<MirrorGroup, c10d::Backend, c10::intrusive_ptr<MirrorGroup>>(m, "MirrorGroup")
-      .def(pybind11::init<int, int, int>());
+      .def(pybind11::init<std::string, int, std::vector<int>>());
 }
 
 }  // namespace
