@@ -28,6 +28,7 @@ from tests.cuda import build as kernels
 from tests.device import sim
 from tests.device.test_training import job
 from tests.train import jobs
+from tests.train.test_conversations import CHATML
 from tests.train.test_pipeline import costs_file
 
 RANKS = 4
@@ -36,14 +37,12 @@ GROUPS = [
     ["slices", "init_from", "costs"],
     ["hybrid", "cp"],
     ["rings", "grid", "experts", "sigmoid experts"],
-    ["adapters", "more adapters"],
+    ["adapters", "more adapters", "preferences"],
 ]
 """Runs on the same ranks, one after the other."""
 LEFT = {
     "data.targets": "how text becomes tokens, before any device has them; tests/train/data",
-    "data.chat_template": "how text becomes tokens, before any device has them; tests/train/data",
     "data_parallel": "a file of tests of their own: the whole section",
-    "dpo": "not tried on devices yet; on CPU ranks tests/train/test_preferences.py",
     "optimizer.rounding": "a file of tests of its own",
     "parallel.rebalance": "a file of tests of its own",
     "parallel.tp_wire": "a file of tests of its own",
@@ -78,6 +77,14 @@ def text(folder: Path) -> dict:
         "pattern": "*.jsonl", "tokenizer": "bytes", "val_fraction": 0.1, "verify": True,
         "document_masks": False,
     }  # fmt: skip
+
+
+def pairs(folder: Path) -> dict:
+    """Options of data in a file of pairs of answers."""
+    (folder / "template.jinja").write_text(CHATML)
+    lines = [{"prompt": f"{n}", "chosen": "b" * (n % 5), "rejected": "a" * (n % 3)} for n in range(60)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return {"paths": (str(folder / "pairs.jsonl"),), "chat_template": str(folder / "template.jinja")}
 
 
 def changed(config: RunConfig, **sections) -> RunConfig:
@@ -163,6 +170,12 @@ def runs(folder: Path) -> dict[str, RunConfig]:
             base,
             lora={"rank": 4, "alpha": 6.0, "targets": ("q_proj", "v_proj", "o_proj"), "rslora": True},
             parallel={"tp": 2, "pp": 2},
+        ),
+        "preferences": changed(
+            base,
+            data=pairs(folder),
+            dpo={"beta": 0.2, "reference": str(folder / "reference.safetensors")},
+            parallel={"tp": 2, "dp": 2, "zero": 3},
         ),
         "slices": changed(
             base,
