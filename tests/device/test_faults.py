@@ -17,7 +17,7 @@ from tests.device.test_muon import stepped
 from tests.device.test_replicas import walk
 
 pytestmark = [pytest.mark.usefixtures("simulated"), pytest.mark.second_tier]
-STEPS, SEEDS = 3, 3
+STEPS, SEEDS = 3, 6
 
 
 def pass_through(runtime, dtype, tier):
