@@ -23,7 +23,7 @@ COMPUTING = 0
 OTHER_STREAM = "another stream"
 """In place of an axis, where the stream waited for an event. Gradients and weights of ZeRO have a stream."""
 WORK_OF_ANOTHER = "work of another rank"
-"""What a stream waits for in a bubble: tests/device/backend/programs.h."""
+"""The name of what a stream waits for in a bubble (tests/device/backend/programs.h)."""
 COMMUNICATING = ("await", "end_puts", "finish", "reduce")
 """Kernels by which the computing stream itself serves communication, without waiting."""
 
@@ -41,7 +41,7 @@ class Account:
     """By axis, what was waited for, and place."""
     host: float
     launches: int
-    """Of what it computed."""
+    """Kernels that computed."""
 
     @property
     def exposed(self) -> float:

@@ -24,7 +24,7 @@ from tests.builds import Build, jobs_at_once
 from tests.device import build, sim
 
 DEADLINE_S = 1e5
-"""Of waits in real time, which a long simulation must not meet."""
+"""The deadline of waits in real time, so long that no simulation meets it."""
 BACKEND = "mirror"
 DIFFERING = ("pp", "cp")
 """Axes whose ranks do not do the same."""
@@ -32,7 +32,7 @@ DIFFERING = ("pp", "cp")
 
 @dataclass(frozen=True)
 class Place:
-    """Which program of a job this process runs: that of the ranks with these numbers on DIFFERING axes."""
+    """The program of a job that this process runs: that of the ranks with these numbers on DIFFERING axes."""
 
     at: Mapping[str, int]
     gpus_per_host: int

@@ -58,7 +58,7 @@ STEPS = 3
 AXES = ("pp", "dp", "cp", "tp")
 """Those that have a model, in the order of Runtime.start."""
 SEQUENCES = 64
-"""Of text; steps read them again and again."""
+"""Sequences of text; steps read them again and again."""
 MOST_LINES = 12
 
 
@@ -74,13 +74,13 @@ class Program:
     workspace_bytes: int
     """Bytes of symmetric memory, which are not among them."""
     tokens: int
-    """Of the step of all ranks."""
+    """Tokens of a step of all ranks."""
     flops: float
-    """Of the step of all ranks, as MFU counts them."""
+    """Operations of a step of all ranks, as MFU counts them."""
     planned_s: float | None
     """The planner's seconds of the same step; None of a dtype that it does not know."""
     works: frozenset[tuple[str, tuple[int, ...]]]
-    """What the machine was asked for."""
+    """The kinds and sizes of work of which the machine's seconds were asked."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -241,7 +241,7 @@ class _Return:
         self._keys, self._own = keys, own
         self._ring = Ring(group, CLASS, agreement, -keys.way.step)
         self._rooms: dict[int, _Room] = {}
-        """By the owner's distance."""
+        """Rooms by the distance of the keys' owner."""
         self._coming: tuple[Shift, Tokens] | None = None
         self.hops = max(1, keys.way.reach)
 

@@ -71,12 +71,10 @@ def linear_cross_entropy(
     Raises ValueError or TypeError for shapes and dtypes that do not fit, IndexError for a label outside the
     vocabulary (on CPU; elsewhere the device asserts), NotImplementedError for second derivatives.
     """
-    name = "" if group is None else group.name if isinstance(group, TensorGroup) else group_name(group)
     wide = statistics_dtype(x)
     if token_weights is None:
         token_weights = torch.ones(labels.shape, dtype=wide, device=labels.device)
-    size = ANY_VOCABULARY if vocab_size is None else vocab_size
-    numbers = (name, vocab_start, size, ignore_index, z_loss, chunk_rows)
+    numbers = _numbers(group, vocab_start, vocab_size, ignore_index, z_loss, chunk_rows)
     return _HeadLoss.apply(
         x, weight, labels, token_weights.detach().to(wide), numbers, torch.is_grad_enabled(), tier, wire
     )
@@ -97,14 +95,26 @@ def linear_token_losses(
     wire: str = "same",
 ) -> Tensor:
     """Returns loss_i of `linear_cross_entropy`, [M] fp32 (fp64 for doubles), without a gradient."""
-    name = "" if group is None else group.name if isinstance(group, TensorGroup) else group_name(group)
     scale = torch.ones(labels.shape, dtype=statistics_dtype(x), device=labels.device)
-    size = ANY_VOCABULARY if vocab_size is None else vocab_size
-    numbers = (name, vocab_start, size, ignore_index, 0.0, chunk_rows)
+    numbers = _numbers(group, vocab_start, vocab_size, ignore_index, 0.0, chunk_rows)
     losses, *_ = torch.ops.pyruntime.linear_cross_entropy(
         x, memory_of(weight), labels, scale, *numbers, False, False, tier, wire
     )
     return losses
+
+
+def _numbers(
+    group: Group | TensorGroup | None,
+    vocab_start: int,
+    vocab_size: int | None,
+    ignore_index: int,
+    z_loss: float,
+    chunk_rows: int,
+) -> tuple[str, int, int, int, float, int]:
+    """Returns the operator's arguments besides tensors."""
+    name = "" if group is None else group.name if isinstance(group, TensorGroup) else group_name(group)
+    size = ANY_VOCABULARY if vocab_size is None else vocab_size
+    return name, vocab_start, size, ignore_index, z_loss, chunk_rows
 
 
 class _HeadLoss(torch.autograd.Function):

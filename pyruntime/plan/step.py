@@ -94,7 +94,7 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class DataParallelExchange:
-    """What a rank exchanges of some parameters with the ranks that hold the same ones."""
+    """The exchange of some parameters and their gradients among the ranks that hold the same ones."""
 
     parameters: float
     gradients: float

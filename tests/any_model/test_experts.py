@@ -130,10 +130,17 @@ def sharded(group, stage: int) -> None:
     mine = mesh["dp"].get_local_rank()
     whole = build("Mixtral", SHAPES)
     model = parallelize(copy.deepcopy(whole), mesh["tp"], "auto")
-    optimizer = shard(model, mesh["dp"], stage=stage).adamw(lr=1e-3, weight_decay=0.0)
+    steps_are_those_of_one_rank(model, whole, mesh["dp"], mine, stage, lengths=(7, 7))
+
+
+def steps_are_those_of_one_rank(model, whole, over, mine: int, stage: int, lengths: tuple[int, ...]) -> None:
+    """Takes steps of AdamW over data-parallel ranks, which have sequences of these lengths, beside one rank's
+    on the mean of their losses. mine: this rank among them."""
+    optimizer = shard(model, over, stage=stage).adamw(lr=1e-3, weight_decay=0.0)
     reference = torch.optim.AdamW(whole.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(3):
-        batches = torch.randint(1, 101, (2, 2, 7), generator=torch.Generator().manual_seed(step))
+        generator = torch.Generator().manual_seed(step)
+        batches = [torch.randint(1, 101, (2, length), generator=generator) for length in lengths]
         model(input_ids=batches[mine], labels=batches[mine]).loss.backward()
         reference.zero_grad()
         losses = [whole(input_ids=batch, labels=batch).loss for batch in batches]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import MixtralForCausalLM
 
-from pyruntime import explain, parallelize, shard, verify
+from pyruntime import explain, parallelize, verify
 from pyruntime.nn import ParallelExperts
 from tests.any_model.test_auto import BATCH, COMMON, IDS, build
-from tests.any_model.test_experts import MIXTRAL
+from tests.any_model.test_experts import MIXTRAL, steps_are_those_of_one_rank
 from tests.nn.cases import assert_near
-from tests.nn.test_expert_groups import FOLDINGS, runtime_of
+from tests.nn.test_expert_groups import runtime_of
 from tests.ranks import RankError
 
 SHAPES = {"Mixtral": MIXTRAL | {"num_local_experts": 7}, "Llama": COMMON}
@@ -57,24 +57,12 @@ def test_a_plan_of_the_caller_keeps_activations_whole(ranks):
 
 
 def sharded(_group, name: str, ep: int, stage: int) -> None:
-    """Steps of AdamW in which data-parallel ranks have batches of other lengths, beside one rank's."""
+    """Steps in which data-parallel ranks have batches of other lengths."""
     logging.disable(logging.WARNING)
     model, whole, runtime = model_on(name, ep)
     data = runtime.replicas
-    optimizer = shard(model, data, stage=stage).adamw(lr=1e-3, weight_decay=0.0)
-    reference = torch.optim.AdamW(whole.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        batches = [torch.randint(1, 101, (2, 5 + 3 * rank), generator=generator) for rank in range(data.size)]
-        model(input_ids=batches[data.rank], labels=batches[data.rank]).loss.backward()
-        reference.zero_grad()
-        losses = [whole(input_ids=batch, labels=batch).loss for batch in batches]
-        torch.stack(losses).mean().backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()])
-        assert_near(torch.as_tensor(optimizer.step().grad_norm), norm, f"norm of step {step}", 1e-4)
-        reference.step()
-    with torch.no_grad():
-        assert_near(model(input_ids=IDS).logits, whole(input_ids=IDS).logits, "logits", 1e-3)
+    lengths = tuple(5 + 3 * rank for rank in range(data.size))
+    steps_are_those_of_one_rank(model, whole, data, data.rank, stage, lengths)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +70,6 @@ def sharded(_group, name: str, ep: int, stage: int) -> None:
 )
 @pytest.mark.second_tier(but=["dp2 tp2-4-1"])
 def test_steps_beside_data_parallelism_are_those_of_one_rank(ranks, name, ep, stage):
-    assert name in FOLDINGS
     ranks.run(sharded, 4, name, ep, stage)
 
 

@@ -56,7 +56,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(ranks, config):
-    """What one rank makes of it in steps of one and of two micro-batches."""
+    """Figures of one rank, in steps of one and of two micro-batches."""
     return {count: ranks.run(steps_of, 1, jobs.on_mesh(config, count))[0] for count in (1, 2)}
 
 

@@ -33,8 +33,8 @@ class Batch:
     documents: torch.Tensor | None
     """[B, S] int64: a token attends only to tokens of its document; None: to its whole sequence."""
     targets: int
-    """What its mean loss is the mean of: labels of its whole sequences that are learned, or pairs of answers;
-    at least 1 in each sequence."""
+    """The number of which its loss is the mean: labels of its whole sequences that are learned, or pairs of
+    answers; at least 1 in each sequence."""
     of_step: tuple[int, int]
     """Sequences and targets of all ranks whose gradients are summed, in this step."""
     preferences: Preferences | None = None

@@ -66,7 +66,7 @@ class SourceFile:
 
     @property
     def holds(self) -> str:
-        """What its lines or rows are, in an error."""
+        """The name, in errors, of what its lines or rows hold."""
         return "pairs of answers" if self.is_pairs else "conversations" if self.is_chat else "text"
 
     @property

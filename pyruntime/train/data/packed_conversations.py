@@ -25,7 +25,7 @@ class Row(NamedTuple):
     labels: np.ndarray
     documents: np.ndarray | None
     reference: np.ndarray | None = None
-    """Of a sample of pairs: logarithms of the reference's probabilities, fp64 [pairs, 2], if known."""
+    """Logarithms of the reference's probabilities of a sample's pairs, fp64 [pairs, 2], if known."""
 
 
 class PackedConversations:

@@ -21,7 +21,7 @@ struct Matrix {
 
   T* data() { return values.data() + shift; }
   double at(int64_t i) const { return to_float(values[shift + i]); }
-  // What lies before and behind `count` elements has been left alone.
+  // Expects that nothing was written before or behind `count` elements.
   void expect_guards(int64_t count) const {
     const std::vector<T> nan = poison<T>(1);
     for (int64_t i = 0; i < static_cast<int64_t>(values.size()); ++i) {
@@ -34,7 +34,7 @@ struct Matrix {
   std::vector<T> values;
 };
 
-// What forward and backward share; everything else is a null pointer.
+// Makes the operands that forward and backward share; everything else is a null pointer.
 PyruntimeRmsNorm operands(int32_t dtype, int64_t rows, int64_t columns, const void* x, const void* weight,
                           void* y, float* rstd) {
   PyruntimeRmsNorm norm{};

@@ -118,7 +118,7 @@ int64_t flight_of(const PyruntimeGroup& group) {
   return slot_of(group).flights;
 }
 
-// What is said of one flight.
+// Returns the key under which programs tell each other something of one flight.
 std::string key_of(const PyruntimeGroup& group, int64_t flight, const std::string& what) {
   const PlaceOfMemory place = group_of_memory(own(group));
   return place.name + "/" + std::to_string(place.generation) + "/" + std::to_string(group.slot) + "/" +
