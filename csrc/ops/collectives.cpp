@@ -25,7 +25,7 @@ Route whole(Group& group, int64_t rows) {
 }
 
 at::Tensor gather_rows(Group& group, const Operand& x_shard, int64_t rows) {
-  return GatherMatmul(whole(group, rows), Op::kAllGather, x_shard, /*keep_rows=*/true).rows();
+  return GatherMatmul(whole(group, rows), Op::kAllGather, x_shard, RowsAre::kKept).rows();
 }
 
 // The sums of this rank's rows or, with `all`, of all rows.

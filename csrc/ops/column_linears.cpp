@@ -57,7 +57,7 @@ Tensors all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights,
                                     .wire = wire,
                                     .sums = sums,
                                     .op_of_sums = "matmul_all_reduce"});
-  GatherMatmul gather(route, Op::kAllGatherMatmul, x, /*keep_rows=*/return_gathered);
+  GatherMatmul gather(route, Op::kAllGatherMatmul, x, return_gathered ? RowsAre::kKept : RowsAre::kPassing);
   const std::vector<GatherMatmul::Gemm> gemms = GatherMatmul::gemms(x, route.rows, weights, biases);
   if (route.sums == nullptr) {
     gather.multiply(gemms, /*transposed=*/true);
@@ -100,8 +100,8 @@ Tensors all_gather_matmul_backward(at::TensorList grads, const at::Tensor& x_giv
   // A tuned number of chunks applies to the rows that are multiplied, not to these.
   if (need_dw && !gathered) {
     const Route again{route.group, route.rows, {route.tier.tier}, route.wire};
-    gather.emplace(again, Op::kAllGather, x, /*keep_rows=*/true);
-    if (std::none_of(weights.begin(), weights.end(), has_weight_gradient_sink)) gather->lend_rows();
+    const bool may_read_later = std::ranges::any_of(weights, has_weight_gradient_sink);
+    gather.emplace(again, Op::kAllGather, x, may_read_later ? RowsAre::kKept : RowsAre::kLent);
   }
   std::optional<MatmulScatter> scatter;
   if (need_dx)

@@ -23,8 +23,8 @@ std::vector<GatherMatmul::Gemm> GatherMatmul::gemms(const Operand& like, int64_t
   return gemms;
 }
 
-GatherMatmul::GatherMatmul(Route route, Op op, const Operand& shard, bool keep_rows)
-    : route_(std::move(route)), op_(op), shard_(shard), keep_rows_(keep_rows) {
+GatherMatmul::GatherMatmul(Route route, Op op, const Operand& shard, RowsAre rows)
+    : route_(std::move(route)), op_(op), shard_(shard), rows_are_(rows) {
   if (route_.group.world_size() == 1) {
     rows_ = shard.data;
     own_ = {0, 0, shard.rows};
@@ -104,7 +104,7 @@ void GatherMatmul::multiply_fused(const Gemm& gemm, bool transposed) {
 void GatherMatmul::for_each_chunk(
     const std::function<void(const Chunk& chunk, const at::Tensor& rows)>& use) {
   if (!flight_) return use({own_.owner, 0, rows_.size(1) / shard_.inner}, rows_);
-  const bool copies = keep_rows_ && !lent().defined();
+  const bool copies = rows_are_ != RowsAre::kPassing && !lent().defined();
   if (copies) rows_ = empty_rows(route_.rows);
   for (const Chunk& part : flight_->order()) {
     const at::Tensor rows = chunk(part);
@@ -135,7 +135,8 @@ const at::Tensor& GatherMatmul::rows() {
 
 at::Tensor GatherMatmul::lent() const {
   const at::Tensor& own = shard_.data;
-  if (!lends_rows_ || !flight_ || own.is_cpu() || route_.wire.rounds() || shard_.blocks != 1) return {};
+  const bool may_stay = rows_are_ == RowsAre::kLent && route_.tier.tier != Tier::kUnfused && flight_;
+  if (!may_stay || own.is_cpu() || route_.wire.rounds() || shard_.blocks != 1) return {};
   const int64_t row_bytes = shard_.inner * shard_.width * own.element_size();
   char* first = nullptr;
   for (const Chunk& part : flight_->order()) {

@@ -19,6 +19,10 @@
 
 namespace pyruntime {
 
+// How long all rows will be read: not beyond their chunks; at any time; or only before finish(), by a caller
+// that keeps nothing. Rows on devices of one host that lie in order in the transport's memory are lent there.
+enum class RowsAre { kPassing, kKept, kLent };
+
 class GatherMatmul {
  public:
   // out [blocks, rows * inner, *] = rows @ weight^T (+ bias).
@@ -31,13 +35,9 @@ class GatherMatmul {
   static std::vector<Gemm> gemms(const Operand& like, int64_t rows, at::TensorList weights,
                                  at::TensorList biases);
 
-  // Publishes this rank's rows at once. `keep_rows`: all rows will be read. If the wire rounds rows, the
+  // Publishes this rank's rows at once. `rows`: how rows() will be read. If the wire rounds rows, the
   // GEMMs and rows() get the rounded values, also of this rank's own rows.
-  GatherMatmul(Route route, Op op, const Operand& shard, bool keep_rows);
-
-  // Lets rows() be in the transport's memory where they lie there in order, on devices inside a host: for
-  // callers that read them before finish() and keep nothing. Called before anything is multiplied.
-  void lend_rows() { lends_rows_ = true; }
+  GatherMatmul(Route route, Op op, const Operand& shard, RowsAre rows);
 
   // Multiplies all rows by every weight; without `transposed` rows @ weight.
   void multiply(const std::vector<Gemm>& gemms, bool transposed);
@@ -76,7 +76,7 @@ class GatherMatmul {
   Route route_;
   Op op_;
   Operand shard_;  // as all ranks read it
-  bool keep_rows_, lends_rows_ = false;
+  RowsAre rows_are_;
   Chunk own_;
   at::Tensor rows_;
   bool multiplied_ = false;

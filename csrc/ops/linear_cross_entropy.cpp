@@ -73,7 +73,7 @@ class HeadChunk {
     if (head_.group == nullptr) return;
     const Operand mine = Operand::of(stats_.view({1, -1}), 0, "statistics");
     const Route whole{*head_.group, head_.ranks(), {Tier::kUnfused}};
-    gather_ = std::make_unique<GatherMatmul>(whole, Op::kAllGather, mine, /*keep_rows=*/true);
+    gather_ = std::make_unique<GatherMatmul>(whole, Op::kAllGather, mine, RowsAre::kKept);
   }
 
   // Returns the losses. With `writes_gradient` it also writes the logits' gradient over them.

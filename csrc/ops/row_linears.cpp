@@ -90,9 +90,9 @@ Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::T
   TORCH_CHECK(in_two_parts || !need_others,
               "matmul_reduce_scatter_backward: need_others asks for rows of dY "
               "that a weight gradient in two parts needs, and this one is one GEMM.");
-  GatherMatmul gather(route, Op::kAllGatherMatmul, grad,
-                      /*keep_rows=*/(need_dw || need_db) && !in_two_parts);
-  if (!has_weight_gradient_sink(weight)) gather.lend_rows();
+  const bool read_again = (need_dw || need_db) && !in_two_parts;
+  const RowsAre kept = has_weight_gradient_sink(weight) ? RowsAre::kKept : RowsAre::kLent;
+  GatherMatmul gather(route, Op::kAllGatherMatmul, grad, read_again ? kept : RowsAre::kPassing);
   at::Tensor dw;
   if (in_two_parts && need_dw) {
     dw = weight_gradient(weight, gather.own_rows(), x.rows_of(gather.own()), /*in_pieces=*/true);

@@ -115,7 +115,7 @@ at::Tensor begin_column(const at::Tensor& x_shard, const at::Tensor& weight, c10
   flight->rows = rows;
   flight->width = x.width;
   flight->gather.emplace(route_of(*flight, kOp, x, weight.size(0), x.width, rows), Op::kAllGatherMatmul, x,
-                         /*keep_rows=*/true);
+                         RowsAre::kKept);
   return mark_like(x_shard);
 }
 
@@ -276,7 +276,7 @@ struct EndRow : Function<EndRow> {
     // The own rows are read again when dX is multiplied.
     flight->gather.emplace(
         route_of(*flight, "matmul_reduce_scatter_backward", dy, dy.width, flight->width, flight->rows),
-        Op::kAllGatherMatmul, dy, /*keep_rows=*/true);
+        Op::kAllGatherMatmul, dy, RowsAre::kKept);
     return {mark_like(grads[0]), at::Tensor()};
   }
 };

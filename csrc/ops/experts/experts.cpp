@@ -83,9 +83,7 @@ Held check(const Operand& x, const at::Tensor& ids, const at::Tensor& weights, c
 // All ranks' rows of a table.
 at::Tensor gathered(Group& group, const at::Tensor& own, int64_t rows) {
   const Route whole{group, rows, {Tier::kUnfused}};
-  return GatherMatmul(whole, Op::kAllGather, Operand::of(own, 0, "ids"), /*keep_rows=*/true)
-      .rows()
-      .select(0, 0);
+  return GatherMatmul(whole, Op::kAllGather, Operand::of(own, 0, "ids"), RowsAre::kKept).rows().select(0, 0);
 }
 
 // rows @ matrix^T if `transposed`, else rows @ matrix, for the matrices of this rank's experts. Each is
@@ -201,7 +199,7 @@ class SumsOfExperts {
 class AllRows {
  public:
   AllRows(const Route& route, const Operand& rows, bool cut) : rows_(rows) {
-    if (cut) gather_.emplace(route, Op::kAllGatherMatmul, rows, /*keep_rows=*/false);
+    if (cut) gather_.emplace(route, Op::kAllGatherMatmul, rows, RowsAre::kPassing);
   }
 
   // Copies an expert's rows in `range` to `out`.
