@@ -53,7 +53,7 @@ class HeadChunk {
     if (head.group == nullptr) return;
     const Operand x = Operand::of(x_own, 0, "x_shard");
     gather_ = std::make_unique<GatherMatmul>(route("all_gather_matmul", x, rows), Op::kAllGatherMatmul, x,
-                                             keeps_rows);
+                                             keeps_rows ? RowsAre::kKept : RowsAre::kPassing);
     keeps_rows_ = keeps_rows;
   }
 
