@@ -21,6 +21,7 @@ from pyruntime.train.planned import of_llama
 from tests.llama.cases import full_gradients
 
 SEQ, WINDOW = 40, 7
+ROUNDING = 2e-5
 _SMALL = {
     "vocab_size": 101,
     "hidden_size": 64,
@@ -60,7 +61,11 @@ CASES = {
 
 
 class Reference:
-    """A folder of transformers, a batch, and what transformers makes of it in fp64."""
+    """A folder of transformers, a batch, and what transformers makes of it in fp64.
+
+    rounding: what transformers loses in fp32, relative to the largest entry of a tensor. One batch in
+    a hundred loses five times what others lose, here as there.
+    """
 
     def __init__(self, folder, family, changes):
         self.folder = folder
@@ -72,12 +77,15 @@ class Reference:
         model.save_pretrained(folder)
         self.ids, self.labels = torch.randint(101, (2, 2, SEQ)).unbind()
         self.labels[:, ::3] = -100
-        model = model.double()
-        self.logits = model(self.ids).logits
-        loss = torch.nn.functional.cross_entropy(self.logits.flatten(0, 1), self.labels.flatten())
-        loss.backward()
-        self.logits = self.logits.detach()
-        self.gradients = {name: p.grad for name, p in model.named_parameters()}
+        _, rounded = self._computed(model)
+        model.zero_grad()
+        self.logits, self.gradients = self._computed(model.double())
+        self.rounding = max(distance(rounded[name], exact) for name, exact in self.gradients.items())
+
+    def _computed(self, model):
+        logits = model(self.ids).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), self.labels.flatten()).backward()
+        return logits.detach(), {name: p.grad for name, p in model.named_parameters()}
 
     def config(self):
         return LlamaConfig.from_hf(read_config(self.folder))
@@ -86,11 +94,12 @@ class Reference:
         return self.folder, self.ids, self.labels
 
     def check(self, logits, gradients):
-        assert_close(logits, self.logits, "logits")
+        bound = max(ROUNDING, 4 * self.rounding)
+        assert distance(logits, self.logits) < bound
         gradients = as_in_files(self.config(), gradients)
         assert gradients.keys() == self.gradients.keys()
-        for name, value in self.gradients.items():
-            assert_close(gradients[name], value, name)
+        lost = {name: distance(gradients[name], exact) for name, exact in self.gradients.items()}
+        assert all(value < bound for value in lost.values()), (lost, self.rounding)
 
 
 def as_in_files(config, tensors):
@@ -101,12 +110,10 @@ def as_in_files(config, tensors):
     return {name: torch.cat(values) if len(values) > 1 else values[0] for name, values in found.items()}
 
 
-def assert_close(found, exact, name):
-    """Equal up to the rounding of fp32, in which transformers has norms and angles even in fp64."""
-    largest = float(exact.detach().abs().max())
-    torch.testing.assert_close(
-        found.double(), exact.double(), rtol=0, atol=2e-5 * largest, msg=lambda m: f"{name}: {m}"
-    )
+def distance(found, exact):
+    """The largest difference, relative to the largest entry. Between fp32 and the fp64 of transformers,
+    where norms and angles are fp32 too, it is mostly below ROUNDING."""
+    return float((found.double() - exact.double()).abs().max() / exact.abs().max())
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -171,7 +178,7 @@ def test_a_window_ends_where_a_document_begins(ranks, reference, world, layout, 
     found = parts[0]
     if layout:
         found = torch.cat(parts, 1)[:, positions(layout, SEQ, world).flatten().argsort()]
-    assert_close(found, expected, "logits")
+    assert distance(found, expected) < ROUNDING
 
 
 def test_so_do_two_stages_of_a_pipeline(reference):
@@ -229,7 +236,7 @@ def test_what_leaves_is_what_came(ranks, reference, tmp_path, count):
     assert came.keys() == left.keys() and all(torch.equal(left[name], came[name]) for name in came)
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    assert_close(theirs(reference.ids).logits, reference.logits, "logits")
+    assert distance(theirs(reference.ids).logits, reference.logits) < ROUNDING
 
 
 def test_parameters_and_operations_are_counted(reference):
@@ -253,7 +260,7 @@ def test_keys_in_a_window_are_counted():
 def test_a_window_matters_to_the_tokens_behind_it(reference):
     model = load_hf(reference.folder)
     short, whole = model(reference.ids[:, :WINDOW]), model(reference.ids)
-    assert_close(short, whole[:, :WINDOW], "within the window")
+    assert distance(short, whole[:, :WINDOW]) < ROUNDING
     without = json.loads((reference.folder / "config.json").read_text())
     without |= {"sliding_window": None, "use_sliding_window": False}
     other = Llama(LlamaConfig.from_hf(without), seed=None)
