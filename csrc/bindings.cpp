@@ -434,6 +434,12 @@ py::list pairs_of(const std::vector<Chunk>& chunks) {
   return result;
 }
 
+std::vector<Chunk> lines_of(const std::vector<JoinedChunk>& chunks) {
+  std::vector<Chunk> result;
+  for (const JoinedChunk& chunk : chunks) result.push_back(chunk.lines);
+  return result;
+}
+
 void bind_data_parallel(py::module_& m) {
   py::class_<LineScatter>(m, "LineScatter", "A reduce-scatter or all-reduce of [lines, width] under way.")
       .def(py::init<const std::string&, int64_t, int64_t, at::ScalarType, const std::string&, bool,
@@ -446,7 +452,7 @@ void bind_data_parallel(py::module_& m) {
             return LineScatter::can_send_some(group, device);
           },
           py::arg("group"), py::arg("device"), NoGil())
-      .def("chunks", [](const LineScatter& scatter) { return pairs_of(scatter.chunks()); })
+      .def("chunks", [](const LineScatter& scatter) { return pairs_of(lines_of(scatter.chunks())); })
       .def("part", &LineScatter::part, NoGil())
       .def("publish", &LineScatter::publish, NoGil())
       .def("parts_have_come", &LineScatter::parts_have_come)
@@ -459,7 +465,7 @@ void bind_data_parallel(py::module_& m) {
       .def("own_chunks", [](const LineGather& gather) { return pairs_of(gather.own_chunks()); })
       .def("own", &LineGather::own, NoGil())
       .def("publish", &LineGather::publish, NoGil())
-      .def("chunks", [](const LineGather& gather) { return pairs_of(gather.chunks()); })
+      .def("chunks", [](const LineGather& gather) { return pairs_of(lines_of(gather.chunks())); })
       .def("chunk", &LineGather::chunk, NoGil())
       .def("has_come", &LineGather::has_come)
       .def("finish", &LineGather::finish, NoGil());
@@ -520,8 +526,9 @@ void bind_data_parallel(py::module_& m) {
           py::arg("out"), py::arg("rows"), py::arg("accumulate"), NoGil());
   py::class_<WeightGradientGemm>(m, "WeightGradientGemm", "dy^T x, some rows at a time.")
       .def(py::init<const at::Tensor&, const at::Tensor&>(), py::arg("dy"), py::arg("x"))
-      .def("write", &WeightGradientGemm::write, py::arg("out"), py::arg("first"), py::arg("accumulate"),
-           NoGil());
+      .def("write", &WeightGradientGemm::write, py::arg("out"), py::arg("first"), py::arg("accumulate"), NoGil())
+      .def("write_blocks", &WeightGradientGemm::write_blocks, py::arg("out"), py::arg("first"),
+           py::arg("step"), NoGil());
 }
 
 // Without the GIL: while a rank packs, its other threads take arriving chunks.

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "transport/flights.h"
@@ -37,6 +38,43 @@ std::unique_ptr<GatherFlight> gather_lines(Transport& transport, Op op, int64_t 
   return transport.gather(descriptor);
 }
 
+// `order` as it is on the CPU; on a device, joined where `memory_of` gives one piece of memory. A joined chunk
+// stands where the first of its chunks stood.
+template <class MemoryOf>
+std::vector<JoinedChunk> joined(const std::vector<Chunk>& order, c10::Device device, MemoryOf memory_of) {
+  std::vector<std::vector<size_t>> runs;  // places in `order`
+  if (device.is_cpu()) {
+    for (size_t place = 0; place < order.size(); ++place) runs.push_back({place});
+  } else {
+    std::vector<size_t> by_line(order.size());
+    std::iota(by_line.begin(), by_line.end(), 0);
+    std::ranges::stable_sort(by_line, {}, [&](size_t place) { return order[place].begin; });
+    int64_t end = -1;
+    const char* end_of_memory = nullptr;
+    for (const size_t place : by_line) {
+      const Chunk& chunk = order[place];
+      const at::Tensor memory = memory_of(chunk);
+      const char* begin = static_cast<const char*>(memory.const_data_ptr());
+      const bool follows = chunk.begin == end && (chunk.rows == 0 || begin == end_of_memory);
+      if (!follows) runs.emplace_back();
+      runs.back().push_back(place);
+      end = chunk.begin + chunk.rows;
+      if (chunk.rows > 0) end_of_memory = begin + memory.nbytes();
+    }
+    for (std::vector<size_t>& run : runs) std::ranges::sort(run);
+    std::ranges::sort(runs);
+  }
+  std::vector<JoinedChunk> result;
+  for (const std::vector<size_t>& run : runs) {
+    JoinedChunk& all = result.emplace_back();
+    for (const size_t place : run) all.chunks.push_back(order[place]);
+    all.lines = *std::ranges::min_element(all.chunks, {}, &Chunk::begin);
+    all.lines.rows = 0;
+    for (const Chunk& chunk : all.chunks) all.lines.rows += chunk.rows;
+  }
+  return result;
+}
+
 }  // namespace
 
 LineScatter::LineScatter(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype,
@@ -51,6 +89,7 @@ LineScatter::LineScatter(const std::string& group, int64_t lines, int64_t width,
   const int64_t own = rows_of_rank(lines, transport_.world_size(), transport_.rank());
   const FlightDescriptor descriptor = flight_of(transport_, op_, lines, width, dtype, own);
   flight_ = some ? transport_.scatter_some(descriptor, all, *some) : transport_.scatter(descriptor, all);
+  chunks_ = joined(flight_->order(), device, [&](const Chunk& chunk) { return flight_->part(chunk); });
 }
 
 bool LineScatter::can_send_some(const std::string& group, c10::Device device) {
@@ -64,7 +103,7 @@ at::Tensor LineScatter::empty(int64_t lines) const {
 void LineScatter::reduce() {
   if (std::exchange(reduced_, true)) return;
   int64_t own = 0;
-  for (const Chunk& chunk : chunks()) own += chunk.owner == transport_.rank() ? chunk.rows : 0;
+  for (const Chunk& chunk : flight_->order()) own += chunk.owner == transport_.rank() ? chunk.rows : 0;
   if (!all_) own_sums_ = empty(own);
   flight_->reduce(own_sums_, {});
 }
@@ -87,13 +126,10 @@ LineGather::LineGather(const std::string& group, int64_t lines, int64_t width, c
     : transport_(transport_of(group, device)),
       device_(device),
       begun_(begin_of_op(device)),
-      flight_(gather_lines(transport_, Op::kAllGather, lines, width, dtype, kEveryRank, /*agreement=*/0)) {}
-
-// Without the first chunk, which is this rank's.
-std::vector<Chunk> LineGather::chunks() const {
-  std::vector<Chunk> all = flight_->order();
-  all.erase(all.begin());
-  return all;
+      flight_(gather_lines(transport_, Op::kAllGather, lines, width, dtype, kEveryRank, /*agreement=*/0)) {
+  const std::vector<Chunk>& order = flight_->order();  // the first chunk is this rank's
+  chunks_ = joined({order.begin() + 1, order.end()}, device,
+                   [&](const Chunk& chunk) { return flight_->memory(chunk); });
 }
 
 bool LineGather::has_come() const {
@@ -103,12 +139,13 @@ bool LineGather::has_come() const {
 }
 
 at::Tensor LineGather::chunk(size_t chunk) {
-  const Chunk& wanted = flight_->order().at(chunk + 1);
-  Reading reading(transport_.context(), Op::kAllGather, wanted.owner, begun_, device_);
-  flight_->wait(wanted);
-  at::Tensor lines = flight_->memory(wanted);
-  reading.came(static_cast<int64_t>(lines.nbytes()), flight_->travelled(wanted));
-  return lines.select(0, 0);
+  const JoinedChunk& wanted = chunks_.at(chunk);
+  for (const Chunk& each : wanted.chunks) {
+    Reading reading(transport_.context(), Op::kAllGather, each.owner, begun_, device_);
+    flight_->wait(each);
+    reading.came(static_cast<int64_t>(flight_->memory(each).nbytes()), flight_->travelled(each));
+  }
+  return flight_->memory(wanted.lines).select(0, 0);
 }
 
 LineSend::LineSend(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype,

@@ -4,6 +4,9 @@
 // A line is `width` elements. All ranks together have [lines, width], cut as torch.tensor_split cuts lines;
 // if the number of ranks divides them, every rank has equally many. An exchange is a flight that its owner
 // keeps open: others of the group may begin and end meanwhile, in the same order on every rank.
+//
+// On devices, chunks that follow one another are joined to one if their memory does too: a launch for each of
+// them costs more than it gains, as streams wait and not this thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,6 +19,12 @@
 #include "transport/group.h"
 
 namespace pyruntime {
+
+// Some chunks of a flight, joined.
+struct JoinedChunk {
+  Chunk lines;  // all of them; its owner is the first one's
+  std::vector<Chunk> chunks;
+};
 
 // A reduce-scatter or all-reduce: every rank writes its part of all lines; each owner gets its own sums.
 class LineScatter {
@@ -30,10 +39,12 @@ class LineScatter {
   static bool can_send_some(const std::string& group, c10::Device device);
 
   // The chunks in the order in which others wait for them.
-  const std::vector<Chunk>& chunks() const { return flight_->order(); }
-  // The memory of this rank's part of that chunk, [chunk.rows, width].
-  at::Tensor part(size_t chunk) { return flight_->part(chunks().at(chunk)).select(0, 0); }
-  void publish(size_t chunk) { flight_->publish(chunks().at(chunk)); }
+  const std::vector<JoinedChunk>& chunks() const { return chunks_; }
+  // The memory of this rank's part of that chunk, [lines.rows, width].
+  at::Tensor part(size_t chunk) { return flight_->part(chunks_.at(chunk).lines).select(0, 0); }
+  void publish(size_t chunk) {
+    for (const Chunk& each : chunks_.at(chunk).chunks) flight_->publish(each);
+  }
   // Whether all parts of this rank's lines have arrived; false also if that is unknown.
   bool parts_have_come() const { return flight_->parts_have_come(); }
   // Waits for the parts and sums them; without this call finish() does it.
@@ -56,6 +67,7 @@ class LineScatter {
   bool reduced_ = false;
   at::Tensor own_sums_;  // unless all_
   std::unique_ptr<ScatterFlight> flight_;
+  std::vector<JoinedChunk> chunks_;
 };
 
 // An all-gather: every rank offers its lines, and any rank reads any other's.
@@ -71,8 +83,8 @@ class LineGather {
   void publish(size_t chunk) { flight_->publish(flight_->own().at(chunk)); }
 
   // The others' chunks in the order of expected arrival.
-  std::vector<Chunk> chunks() const;
-  // Waits for the lines of that chunk, [chunk.rows, width], and returns them in the transport's memory.
+  const std::vector<JoinedChunk>& chunks() const { return chunks_; }
+  // Waits for the lines of that chunk, [lines.rows, width], and returns them in the transport's memory.
   at::Tensor chunk(size_t chunk);
   // Whether chunk() would not wait for any chunk; false also if that is unknown.
   bool has_come() const;
@@ -84,6 +96,7 @@ class LineGather {
   c10::Device device_;
   double begun_;
   std::unique_ptr<GatherFlight> flight_;
+  std::vector<JoinedChunk> chunks_;
 };
 
 // A send: the lines of one rank travel to all others of its group; in a group of two, to the other one.

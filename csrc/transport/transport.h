@@ -57,7 +57,8 @@ class ScatterFlight {
 
   // The order to write parts in: others' rows first; this rank's last, while the others' parts travel.
   virtual const std::vector<Chunk>& order() const = 0;
-  // The memory of this rank's part of the chunk, [row_blocks, chunk.rows * inner, width].
+  // The memory of this rank's part of the chunk, [row_blocks, chunk.rows * inner, width]; on devices also of
+  // several owners' chunks as one, if their memory is one piece.
   virtual at::Tensor part(const Chunk& chunk) = 0;
   virtual void publish(const Chunk& chunk) = 0;
   // Waits for the others' parts of this rank's rows and sums them, adding bias [width] once, into contiguous

@@ -56,11 +56,15 @@ class Wire:
             to.copy_(rows)
 
     def read(self, travelled: Tensor, out: Tensor) -> None:
-        """Reads rows that have `travelled` into `out` [n, width]."""
-        if self.format == "fp8":
+        """Reads rows that have `travelled`, [..., travelling_width], into `out` [..., width], whose rows may
+        lie apart in all but its last two dimensions."""
+        if self.format != "fp8":
+            out.copy_(travelled)
+        elif out.dim() == 2:
             _C.unpack_fp8(travelled.contiguous(), out)
         else:
-            out.copy_(travelled)
+            for some, to in zip(travelled, out, strict=True):
+                self.read(some, to)
 
     def packed(self, x: Tensor) -> Tensor:
         """Returns x [..., width] as it travels, [..., travelling_width]; x itself for the format "same"."""

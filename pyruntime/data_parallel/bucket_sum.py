@@ -32,8 +32,9 @@ MOST_BYTES = 1 << 28
 """The most bytes of a flight on devices. A group keeps memory for its largest flight, four times, and again
 for what leaves. Without this limit that would be a model's head; a layer's matrices are mostly smaller."""
 
-WriteChunk = Callable[[Tensor, int], None]
-"""Writes the chunk [count, width] whose first line is the second argument."""
+WriteChunk = Callable[[Tensor, int, int], None]
+"""Writes a chunk [segments, lines, width]. The other arguments are its first segment, and its first line in
+each segment."""
 WriteLines = Callable[[Tensor, Tensor], None]
 """Writes the chunk [count, width] of the lines in the second argument, int64 [count]."""
 Reduced = Callable[[Bucket, Tensor], None]
@@ -81,7 +82,7 @@ def launch(
     todo = [axis for axis in axes.of_gradients if axis.size > 1]
     if not todo:
         own = torch.empty(bucket.lines, bucket.width, dtype=dtype, device=bucket.device)
-        write(own, 0)
+        write(own.unsqueeze(0), 0, 0)
         on_reduced(bucket, own)
         return lambda: None
     ask = _begin(_Way(bucket, dtype, todo, on_reduced, cut=axes.shard.size > 1), write, touched)
@@ -139,6 +140,16 @@ def pieces_of(bucket: Bucket, dtype: torch.dtype) -> list[range]:
     flights = 1 if most is None else math.ceil(bucket.lines * bucket.width * dtype.itemsize / most)
     step = max(1, math.ceil(lines / max(1, flights)))
     return [range(first, min(first + step, lines)) for first in range(0, lines, step)]
+
+
+def blocks_of(bucket: Bucket, dtype: torch.dtype) -> list[int]:
+    """Returns how many rows of each part, and of each rank, travel in each flight."""
+    return [
+        min(piece.stop, part.offset + part.lines) - max(piece.start, part.offset)
+        for piece in pieces_of(bucket, dtype)
+        for part in bucket.parts
+        if part.offset < piece.stop and piece.start < part.offset + part.lines
+    ]
 
 
 @dataclass
@@ -234,8 +245,7 @@ class _Sum:
         for index, (begin, count) in enumerate(scatter.chunks()):
             with marked("dp write chunk of", bucket.name):
                 if self._some is None or touched is None:
-                    segment, within = divmod(begin, len(self._piece))
-                    write(scatter.part(index), segment * bucket.segment_lines + self._piece.start + within)
+                    write(*bucket.chunk_of(scatter.part(index), begin, self._piece))
                 else:
                     touched.write(scatter.part(index), self._some[begin : begin + count])
             scatter.publish(index)
@@ -286,8 +296,8 @@ class _Sum:
             rest.on_reduced(self._bucket, gradient)
             return
 
-        def write(chunk: Tensor, begin: int) -> None:
-            chunk.copy_(gradient[begin : begin + len(chunk)])
+        def write(chunk: Tensor, segment: int, line: int) -> None:
+            chunk[0].copy_(gradient[line : line + chunk.shape[1]])
 
         def write_lines(chunk: Tensor, lines: Tensor) -> None:
             torch.index_select(gradient, 0, lines, out=chunk)

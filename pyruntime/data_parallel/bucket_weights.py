@@ -203,13 +203,11 @@ class BucketWeights:
                     own = self._wire.packed(rows.view(-1, bucket.width))
                     self._wire.read(own, self._own_rows(part).view(-1, bucket.width))
             whole = [bucket.lines_of(memory_of(parameter)) for parameter in bucket.parameters]
-            for index, (begin, count) in enumerate(gather.chunks()):
-                chunk = gather.chunk(index)
-                for span in bucket.spans(begin, count):
-                    self._wire.read(
-                        chunk[span.place : span.place + span.count],
-                        whole[span.owner][span.source : span.source + span.count],
-                    )
+            for index, (begin, _) in enumerate(gather.chunks()):
+                chunk, first, line = bucket.chunk_of(gather.chunk(index), begin)
+                segments = range(first, first + len(chunk))
+                for span in bucket.spans(segments, range(line, line + chunk.shape[1])):
+                    self._wire.read(span.of_chunk(chunk), span.of_parameter(whole[span.owner]))
             gather.finish()
         self._gather = None
 

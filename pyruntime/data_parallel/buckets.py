@@ -7,11 +7,13 @@ small parameters. It consists of lines of `width` elements in S segments of equa
     segment r = [rank r's rows of part 0 | of part 1 | ... | one mark for each parameter]
 
 If a rank has fewer rows than the first, zeros fill its segment. A mark says that its parameter got a
-gradient. A chunk of a flight is any run of lines of one segment, so one arithmetic serves every transport.
+gradient. A chunk of a flight is any run of lines of one segment, or several whole segments, so one arithmetic
+serves every transport.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -53,13 +55,28 @@ class BucketPart:
 
 @dataclass(frozen=True)
 class LineSpan:
-    """Lines of a chunk that are rows of one parameter: lines [place, place + count) of the chunk are lines
-    [source, source + count) of the parameter, seen as [-1, width]."""
+    """Lines of a chunk [segments, lines, width] that are rows of one parameter, seen as [-1, width]."""
 
-    place: int
-    count: int
+    segments: slice
+    lines: slice
+    """Of each of these segments of the chunk."""
     owner: int
     source: int
+    """The first of the first segment's lines in the parameter."""
+    step: int
+    """From there to the first of the next segment's."""
+
+    def of_chunk(self, chunk: Tensor) -> Tensor:
+        """Returns these lines of the chunk, [segments, lines, width]."""
+        return chunk[self.segments, self.lines]
+
+    def of_parameter(self, lines: Tensor) -> Tensor:
+        """Returns the same of the parameter's lines [-1, width]."""
+        segments, count = self.segments.stop - self.segments.start, self.lines.stop - self.lines.start
+        if segments == 1:
+            return lines[self.source : self.source + count].unsqueeze(0)
+        past = self.source + (segments - 1) * self.step + count
+        return lines[self.source : past].unfold(0, count, self.step).transpose(1, 2)
 
 
 class Bucket:
@@ -105,30 +122,55 @@ class Bucket:
         """Returns a tensor with the shape of one of the parameters as lines [-1, width]."""
         return memory_of(tensor).reshape(-1, self.width)
 
-    def spans(self, begin: int, count: int) -> Iterator[LineSpan]:
-        """Yields the rows of parameters in the lines [begin, begin + count), which lie in one segment."""
-        segment, start = divmod(begin, self.segment_lines)
-        end = start + count
-        for part in self.parts:
-            filled = part.local_rows(segment) * part.lines_per_row
-            low, high = max(start, part.offset), min(end, part.offset + filled)
-            if low < high:
-                source = (part.first_row + segment * part.share) * part.lines_per_row + low - part.offset
-                yield LineSpan(low - start, high - low, part.owner, source)
+    def chunk_of(self, memory: Tensor, begin: int, piece: range | None = None) -> tuple[Tensor, int, int]:
+        """Returns lines [count, width] of a flight as a chunk [segments, lines, width], its first segment, and
+        the first line in each.
 
-    def fill(self, chunk: Tensor, begin: int, got: Sequence[bool]) -> None:
-        """Writes the rest of a chunk [count, width] beside its rows: zeros, and marks of `got`, by
-        parameter."""
-        count = len(chunk)
-        at = 0
-        for span in self.spans(begin, count):
-            chunk[at : span.place].zero_()
-            at = span.place + span.count
-        chunk[at:].zero_()
-        start = begin % self.segment_lines
+        begin: the first of these lines in the flight. piece: the lines of every segment that the flight has;
+        None: all. A chunk has lines of one segment, or several whole pieces."""
+        piece = range(self.segment_lines) if piece is None else piece
+        segment, within = divmod(begin, len(piece))
+        lines = min(len(memory), len(piece))
+        segments = len(memory) // lines if lines else 1
+        return memory.view(segments, lines, memory.shape[1]), segment, piece.start + within
+
+    def spans(self, segments: range, lines: range) -> Iterator[LineSpan]:
+        """Yields the rows of parameters in a chunk of these segments, and of these lines of each of them."""
+        for alike in self._alike(segments):
+            for part in self.parts:
+                filled = part.local_rows(alike.start) * part.lines_per_row
+                low, high = max(lines.start, part.offset), min(lines.stop, part.offset + filled)
+                if low < high:
+                    yield LineSpan(
+                        slice(alike.start - segments.start, alike.stop - segments.start),
+                        slice(low - lines.start, high - lines.start),
+                        part.owner,
+                        part.first_row * part.lines_per_row + alike.start * part.lines + low - part.offset,
+                        part.lines,
+                    )
+
+    def _alike(self, segments: range) -> Iterator[range]:
+        """Yields neighbours among `segments` that hold equally many rows of every part."""
+        for _, alike in itertools.groupby(segments, lambda rank: [part.local_rows(rank) for part in self.parts]):
+            ranks = list(alike)
+            yield range(ranks[0], ranks[-1] + 1)
+
+    def fill(self, chunk: Tensor, segment: int, line: int, got: Sequence[bool]) -> None:
+        """Writes the rest of a chunk [segments, lines, width] beside its rows: zeros, and marks of `got`, by
+        parameter. segment, line: its first ones."""
+        lines = range(line, line + chunk.shape[1])
+        for alike in self._alike(range(segment, segment + len(chunk))):
+            rest = chunk[alike.start - segment : alike.stop - segment]
+            at = 0
+            for span in self.spans(alike, lines):
+                if at < span.lines.start:
+                    rest[:, at : span.lines.start].zero_()
+                at = span.lines.stop
+            if at < len(lines):
+                rest[:, at:].zero_()
         for owner, one in enumerate(got):
-            if one and start <= self.marks + owner < start + count:
-                chunk[self.marks + owner - start, 0] = 1
+            if one and self.marks + owner in lines:
+                chunk[:, self.marks + owner - line, 0] = 1
 
     @property
     def is_table(self) -> bool:

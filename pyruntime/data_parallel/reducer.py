@@ -27,8 +27,8 @@ from torch.autograd import Variable
 
 from pyruntime.comm.core import _C
 from pyruntime.data_parallel.axes import flight_axes
-from pyruntime.data_parallel.bucket_sum import Launch, Touched, launch, may_send_some
-from pyruntime.data_parallel.buckets import Bucket
+from pyruntime.data_parallel.bucket_sum import Launch, Touched, blocks_of, launch, may_send_some
+from pyruntime.data_parallel.buckets import Bucket, LineSpan
 from pyruntime.data_parallel.touched import touched_rows
 from pyruntime.nn.cut import gradient_of, set_gradient
 from pyruntime.nn.weight_sinks import InTurn
@@ -38,8 +38,14 @@ from pyruntime.ops.layers import add_
 LEAST_GEMM = 5e8
 """Floating-point operations of one chunk's GEMM. Below it a weight gradient is multiplied whole and copied: a
 chunk's columns of dY must be made contiguous first, which costs more than copying a small result. GEMMs of
-1e8 lose a tenth of their speed, those of 3e8 a fifth if the weight is as narrow as 256."""
+1e8 lose a tenth of their speed, those of 3e8 a fifth if the weight is as narrow as 256. Devices multiply the
+rows of all ranks in one launch, a block for each rank, and have the next two numbers instead."""
 
+TILE = 128
+"""Rows of a weight that devices multiply together; the rest of a block's last tile is lost."""
+OPERATIONS_PER_BYTE = 200
+"""Operations in bf16 for which a device needs as long as for a byte of its memory: A100 150, H100 300, H200
+200, MI250X 120, MI300X 250, by their data sheets."""
 
 SEARCH_EVERY = 16
 """Steps. If the ranks together touched most rows of a table, its gradient is searched again only so many
@@ -254,9 +260,14 @@ class GradientReducer:
             self._on_complete(index)
 
     def _is_worth_cutting(self, bucket: Bucket, dy: Tensor) -> bool:
-        """Whether the GEMM of one rank's rows by itself is no less efficient."""
-        smallest = min(part.lines for part in bucket.parts) * bucket.width
-        return 2 * smallest * len(dy) >= LEAST_GEMM
+        """Whether GEMMs of single ranks' rows cost less than a whole GEMM and a copy."""
+        if bucket.device.type == "cpu":
+            smallest = min(part.lines for part in bucket.parts) * bucket.width
+            return 2 * smallest * len(dy) >= LEAST_GEMM
+        dtype = self._reduce_dtype or bucket.dtype
+        blocks = [] if bucket.segments == 1 else blocks_of(bucket, dtype)
+        lost = sum(-rows % TILE for rows in blocks) * len(dy)
+        return dtype == dy.dtype and lost <= sum(blocks) * dtype.itemsize * OPERATIONS_PER_BYTE
 
     def _begin_pass(self) -> InTurn:
         """Returns the products of the running pass; they end with it, in whatever way it ends."""
@@ -354,19 +365,19 @@ class GradientReducer:
         got = [True] if gemm else inbox.got()
         whole, earlier = inbox.whole, inbox.earlier  # a table is written after the inbox is cleared
 
-        def write(chunk: Tensor, begin: int) -> None:
-            for span in bucket.spans(begin, len(chunk)):
-                out = chunk[span.place : span.place + span.count]
-                source = slice(span.source, span.source + span.count)
+        def write(chunk: Tensor, segment: int, line: int) -> None:
+            segments, lines = range(segment, segment + len(chunk)), range(line, line + chunk.shape[1])
+            for span in bucket.spans(segments, lines):
+                out = span.of_chunk(chunk)
                 if gemm is not None:
-                    _write_rows(out, *gemm, span.source)
+                    _write_rows(out, *gemm, span)
                 elif (gradient := whole[span.owner]) is not None:
-                    out.copy_(bucket.lines_of(gradient)[source])
+                    out.copy_(span.of_parameter(bucket.lines_of(gradient)))
                 else:
                     out.zero_()
                 if (sums := earlier[span.owner]) is not None:
-                    add_(out, bucket.lines_of(sums)[source])
-            bucket.fill(chunk, begin, got)
+                    add_(out, span.of_parameter(bucket.lines_of(sums)))
+            bucket.fill(chunk, segment, line, got)
 
         if self._next == 0:
             self._before_leaving()
@@ -435,11 +446,11 @@ def _no_pass() -> None:
     return None
 
 
-def _write_rows(out: Tensor, gemm: _C.WeightGradientGemm, dtype: torch.dtype, first: int) -> None:
-    """Writes rows `first` and following of a product in `dtype` into `out`."""
+def _write_rows(out: Tensor, gemm: _C.WeightGradientGemm, dtype: torch.dtype, span: LineSpan) -> None:
+    """Writes the rows of `span` of a product in `dtype` into `out` [segments, rows, width]."""
     if out.dtype == dtype:
-        gemm.write(out, first, False)
+        gemm.write_blocks(out, span.source, span.step)
     else:
         rows = torch.empty(out.shape, dtype=dtype, device=out.device)
-        gemm.write(rows, first, False)
+        gemm.write_blocks(rows, span.source, span.step)
         out.copy_(rows)

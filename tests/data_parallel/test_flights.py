@@ -17,6 +17,7 @@ from pyruntime.data_parallel import bucket_sum
 from pyruntime.data_parallel.axes import Axes, FlightAxis
 from pyruntime.data_parallel.bucket_sum import launch
 from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
+from tests.data_parallel.compression.cases import copied_from
 from tests.transports import take
 
 PLACES, FLIGHTS, BEHIND = 4, 6, 3
@@ -30,7 +31,7 @@ def begin(number, axis, on_reduced) -> None:
         bucket,
         torch.float32,
         Axes(axis, FlightAxis(None), FlightAxis(None)),
-        lambda chunk, begin: chunk.fill_(10 * number + axis.rank),
+        lambda chunk, *_: chunk.fill_(10 * number + axis.rank),
         lambda _, gradient: on_reduced(gradient),
     )
 
@@ -76,7 +77,7 @@ def sums_in_pieces(group, most_bytes) -> tuple[int, list[torch.Tensor]]:
             bucket,
             torch.float32,
             Axes(axis, FlightAxis(None), FlightAxis(None)),
-            lambda chunk, begin: chunk.copy_(whole[begin : begin + len(chunk)]),
+            copied_from(whole, bucket),
             lambda _, gradient: found.append(gradient),
         )
         axis.complete_all()

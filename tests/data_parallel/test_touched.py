@@ -319,7 +319,9 @@ def test_lines_of_a_table_are_its_rows_and_marks(segments):
     assert found[~marks].tolist() == rows.nonzero().flatten().tolist()
     assert int(marks.sum()) == segments and not found[marks].any()
     for line, row, mark in zip(lines.tolist(), found.tolist(), marks.tolist(), strict=True):
-        assert [span.source for span in bucket.spans(line, 1)] == ([] if mark else [row])
+        segment, within = divmod(line, bucket.segment_lines)
+        spans = bucket.spans(range(segment, segment + 1), range(within, within + 1))
+        assert [span.source for span in spans] == ([] if mark else [row])
 
 
 def test_only_tables_that_one_embedding_alone_has_are_searched():

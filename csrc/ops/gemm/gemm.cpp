@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
@@ -161,6 +162,17 @@ void WeightGradientGemm::write(const at::Tensor& out, int64_t first, bool accumu
   } else if (!accumulate) {
     out.zero_();
   }
+}
+
+void WeightGradientGemm::write_blocks(const at::Tensor& out, int64_t first, int64_t step) const {
+  const int64_t blocks = out.size(0), rows = out.size(1);
+  if (blocks < 2 || out.device().is_cpu() || dy_.size(0) == 0) {
+    for (int64_t block = 0; block < blocks; ++block) write(out.select(0, block), first + block * step, false);
+    return;
+  }
+  const at::Tensor columns = dy_.narrow(1, first, (blocks - 1) * step + rows).unfold(1, rows, step);
+  at::Tensor target = out;
+  at::bmm_out(target, columns.permute({1, 2, 0}), x_.expand({blocks, x_.size(0), x_.size(1)}));
 }
 
 at::Tensor linear_wgrad(const at::Tensor& dy, const at::Tensor& x) {

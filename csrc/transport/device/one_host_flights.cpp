@@ -340,7 +340,7 @@ class PartsToOwners : public DeviceScatter {
       : PartsToOwners(transport, descriptor, all, rows_of_rank(descriptor.rows, transport.world_size(), 0)) {}
 
   at::Tensor part(const Chunk& chunk) override {
-    return flight_.view(chunk.owner == flight_.rank() ? part_of(chunk.owner) : leaving(chunk), chunk);
+    return flight_.view(leaving(chunk), chunk);
   }
   void publish(const Chunk& chunk) override {
     if (chunk.owner == flight_.rank() || chunk.rows == 0) return;
@@ -362,7 +362,8 @@ class PartsToOwners : public DeviceScatter {
   void sum_own(const at::Tensor& out, const at::Tensor& bias) override {
     std::vector<at::Tensor> parts;
     for (int rank = 0; rank < flight_.world_size(); ++rank) {
-      parts.push_back(flight_.view(part_of(rank), plan_.own()));
+      const Chunk& own = plan_.own();
+      parts.push_back(flight_.view(rank == own.owner ? leaving(own) : part_of(rank), own));
     }
     sum_in_order(out.view(parts.front().sizes()), parts, bias, &flight_.library(),
                  flight_.streams().current());

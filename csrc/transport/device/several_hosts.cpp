@@ -308,7 +308,6 @@ class ExchangeScatter : public ScatterByRank {
   }
 
   at::Tensor part(const Chunk& chunk) override {
-    if (chunk.owner == flight_.rank()) return part_of(flight_.rank());
     return flight_.leaving(chunk.begin * descriptor_.row_bytes(), chunk);
   }
   void publish(const Chunk& chunk) override {
@@ -327,7 +326,7 @@ class ExchangeScatter : public ScatterByRank {
         flight_.await(flight_.distance_from(rank));
         reading.came(flight_.bytes(own));
       }
-      parts.push_back(part_of(rank));
+      parts.push_back(rank == flight_.rank() ? part(own) : part_of(rank));
     }
     if (own.rows > 0) {
       const Spending summing(flight_.context(), Entered::kSum, name_of(descriptor_.op), /*peer=*/-1,

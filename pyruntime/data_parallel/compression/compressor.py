@@ -107,8 +107,7 @@ class Compressor:
         if one is None:
             return bucket_sum.launch(bucket, dtype, axes, write, on_reduced, touched)
         gradient = torch.empty(bucket.lines, bucket.width, dtype=dtype, device=bucket.device)
-        for begin in range(0, bucket.lines, bucket.segment_lines):
-            write(gradient[begin : begin + bucket.segment_lines], begin)
+        write(gradient.view(bucket.segments, bucket.segment_lines, bucket.width), 0, 0)
         if self._is_measured():
             one.errors = {unit.key: self._errors(one, unit, gradient) for unit in self._planned(one)}
         self._axis.make_room()

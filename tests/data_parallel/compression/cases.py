@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime.data_parallel.axes import Axes, axes_of
+from pyruntime.data_parallel.bucket_sum import WriteChunk
 from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
 from pyruntime.data_parallel.compression import Compression
 from pyruntime.data_parallel.compression.compressor import Compressor
@@ -106,10 +107,7 @@ def send_over(
             segments = whole.view(-1, bucket.segment_lines, bucket.width)
             given[i] += torch.cat([without_marks(bucket, each) for each in segments]).flatten().double()
 
-            def write(chunk: Tensor, begin: int, whole: Tensor = whole) -> None:
-                chunk.copy_(whole[begin : begin + len(chunk)])
-
-            compressor.launch(bucket, dtype, axes, write, on_reduced)
+            compressor.launch(bucket, dtype, axes, copied_from(whole, bucket), on_reduced)
         axis.complete_all()
         compressor.end_step()
     lost = []
@@ -119,6 +117,16 @@ def send_over(
         segments = residual.view(-1, one.bucket.segment_lines, one.bucket.width)
         lost.append(torch.cat([without_marks(one.bucket, each) for each in segments]).flatten().double())
     return Sent(given, reduced, last, lost, compressor.plan, marks)
+
+
+def copied_from(whole: Tensor, bucket: Bucket) -> WriteChunk:
+    """Writes chunks of a gradient [lines, width]."""
+    segments = whole.view(-1, bucket.segment_lines, bucket.width)
+
+    def write(chunk: Tensor, segment: int, line: int) -> None:
+        chunk.copy_(segments[segment : segment + len(chunk), line : line + chunk.shape[1]])
+
+    return write
 
 
 def first(buckets: list[Bucket]) -> nn.Parameter:

@@ -191,7 +191,7 @@ def bytes_of_a_step(group, transport, settings):
     buckets = cases.buckets_of(True, 2, torch.float32)
     compressor = Compressor(settings, buckets, [], axes)
     before = comm.bytes_read("dp")
-    compressor.launch(buckets[0], torch.float32, axes, lambda chunk, _: chunk.zero_(), lambda *_: None)
+    compressor.launch(buckets[0], torch.float32, axes, lambda chunk, *_: chunk.zero_(), lambda *_: None)
     axes.shard.complete_all()
     return comm.bytes_read("dp") - before
 
@@ -373,11 +373,8 @@ def one_step(group, stage, settings):
     wholes = [torch.randn(bucket.lines, bucket.width, generator=generator) for _ in range(2)]
     for whole in wholes:
         cases.fill(bucket, whole, [True])
-    mine, result = wholes[group.rank()], []
-
-    def write(chunk, begin):
-        chunk.copy_(mine[begin : begin + len(chunk)])
-
+    result = []
+    write = cases.copied_from(wholes[group.rank()], bucket)
     compressor.launch(bucket, torch.float32, axes, write, lambda _, gradient: result.append(gradient))
     (axes.shard if stage else axes.replicate).complete_all()
     matrices = [
