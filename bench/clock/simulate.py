@@ -53,8 +53,9 @@ from pyruntime.train.planned import planned, predicted
 from pyruntime.train.run import RankRun, prepare
 from pyruntime.train.signals import StopRequest
 
-STEPS = 3
-"""The first makes workspaces and the second counts; the third's calls show how the second ended."""
+STEPS = 4
+"""The first finds out in which order gradients and weights travel, and makes workspaces; the second begins
+with weights that the first has not sent ahead. The third counts; the fourth's calls show how it ended."""
 AXES = ("pp", "dp", "cp", "tp")
 """Those that have a model, in the order of Runtime.start."""
 SEQUENCES = 64
@@ -187,14 +188,15 @@ def _program(config: RunConfig, machine: Machine, axes: dict[str, int], place: P
         job = prepare(config, "simulated", runtime, StopRequest(), of_run)
         with _named_places(core, job.model):
             core.keep_spans(True)
-            marks, spans, steps = [], [], job.trainer.fit()
+            marks, spans, steps = [0.0], [], job.trainer.fit()
             for _ in range(STEPS):
                 next(steps)
                 marks.append(core.host_time())
                 # Millions, at many ranks: others are not kept.
-                spans += [each for each in core.take_spans() if each[0] == COMPUTING and each[2] > marks[0]]
+                begin = marks[:3][-1]
+                spans += [each for each in core.take_spans() if each[0] == COMPUTING and each[2] > begin]
             steps.close()
-        account = of_step(spans, marks[0], marks[1], _axes(runtime))
+        account = of_step(spans, *marks[2:4], _axes(runtime))
         return _of_program(job, account, machine, dict(place.at), frozenset(works))
 
 

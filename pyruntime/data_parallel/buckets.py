@@ -123,8 +123,8 @@ class Bucket:
         return memory_of(tensor).reshape(-1, self.width)
 
     def chunk_of(self, memory: Tensor, begin: int, piece: range | None = None) -> tuple[Tensor, int, int]:
-        """Returns lines [count, width] of a flight as a chunk [segments, lines, width], its first segment, and
-        the first line in each.
+        """Returns lines [count, width] of a flight as a chunk [segments, lines, width], its first segment,
+        and the first line in each.
 
         begin: the first of these lines in the flight. piece: the lines of every segment that the flight has;
         None: all. A chunk has lines of one segment, or several whole pieces."""
@@ -151,7 +151,11 @@ class Bucket:
 
     def _alike(self, segments: range) -> Iterator[range]:
         """Yields neighbours among `segments` that hold equally many rows of every part."""
-        for _, alike in itertools.groupby(segments, lambda rank: [part.local_rows(rank) for part in self.parts]):
+
+        def rows(segment: int) -> list[int]:
+            return [part.local_rows(segment) for part in self.parts]
+
+        for _, alike in itertools.groupby(segments, rows):
             ranks = list(alike)
             yield range(ranks[0], ranks[-1] + 1)
 

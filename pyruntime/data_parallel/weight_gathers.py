@@ -7,11 +7,11 @@ buckets of its own weights. Buckets with a weight that no module's forward annou
 step returns.
 
 Stage 3 keeps a weight whole only while it is read. It is gathered before the module's forward and again
-before its backward, with the next ones of the order on their way meanwhile; then its memory is freed. The
-first ones leave when they have been updated. A matrix may be rounded as it travels: then all ranks compute
-with the rounded values, and each keeps its rows exact. An embedding's backward pass does not read the table,
-so it is not gathered again. The weight that the forward pass reads last stays, because the backward pass
-begins with it.
+before its backward, or before its forward is recomputed, with the next ones on their way meanwhile; then its
+memory is freed. Which are next, the first step tells. The first ones leave when they have been updated. A
+matrix may be rounded as it travels: then all ranks compute with the rounded values, and each keeps its rows
+exact. An embedding's backward pass does not read the table, so it is not gathered again. The weight that the
+forward pass reads last stays, because the backward pass begins with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from pyruntime import ops
-from pyruntime.data_parallel.axes import MOST_FLIGHTS, PLACES, FlightAxis
+from pyruntime.data_parallel.axes import PLACES, FlightAxis
 from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.nn import VocabParallelEmbedding
@@ -145,16 +145,18 @@ class Gatherer(ABC):
             hook.remove()
 
     def _agree(self) -> None:
-        announced = [
-            self._weights.index(each)
-            for each in self._order
-            if all(id(p) in self._announced for p in each.bucket.parameters)
-        ]
-        of_ranks = self._weights[0].axis.of_all_ranks(announced) if self._weights else [[]]
         # A rank that did not announce a bucket may have read it otherwise.
-        by_all = set(of_ranks[0]).intersection(*of_ranks)
-        self._order = [self._weights[number] for number in of_ranks[0] if number in by_all]
+        self._order = self._common(
+            [each for each in self._order if all(id(p) in self._announced for p in each.bucket.parameters)]
+        )
         self._is_agreed = True
+
+    def _common(self, order: Sequence[BucketWeights]) -> list[BucketWeights]:
+        """Returns rank 0's order of the buckets that are in the orders of all ranks."""
+        numbers = [self._weights.index(each) for each in order]
+        of_ranks = self._weights[0].axis.of_all_ranks(numbers) if self._weights else [[]]
+        by_all = set(of_ranks[0]).intersection(*of_ranks)
+        return [self._weights[number] for number in of_ranks[0] if number in by_all]
 
 
 class Gatherers:
@@ -363,8 +365,9 @@ class GatherPerUse(Gatherer):
     ):
         super().__init__(model, [*weights, *frozen], shard)
         self._keep = keep
-        self._wanted_again: set[int] = set()
-        """Buckets whose first reader also reads them in its backward pass."""
+        self._backward: list[BucketWeights] = []
+        """Buckets in the order in which a backward pass, with what it recomputes, first reads them; agreed
+        upon as `_order` is."""
         self._last: BucketWeights | None = None
         """The bucket that the first forward pass read last."""
         self._in_backward: list[BucketWeights] = []
@@ -393,7 +396,7 @@ class GatherPerUse(Gatherer):
 
     def end_update(self) -> None:
         super().end_update()
-        self._prefetch(0, +1)
+        self._prefetch(self._order)
 
     def loaded(self) -> None:
         """Is told of a write into this rank's rows: weights that are cut are gathered when they are read."""
@@ -416,15 +419,18 @@ class GatherPerUse(Gatherer):
         in_forward = torch._C._current_graph_task_id() == -1
         if not self._is_agreed and in_forward:
             self._last = read[-1]
-            if _reads_again(module):
-                self._wanted_again.update(id(each) for each in read if each not in self._order)
         super()._before(module, read)
-        if read[-1] in self._order:
-            place = self._order.index(read[-1])
-            # In a recomputed forward, the following modules' backward may be over already.
-            self._prefetch(place + 1, +1, MOST_FLIGHTS if in_forward else 1)
-            if in_forward and read[-1] is self._last and torch.is_grad_enabled():
-                self._prefetch(place - 1, -1)
+        if not in_forward:  # recomputed for a backward pass
+            self._prefetch_in_backward(read)
+            return
+        self._prefetch(self._order, read[-1])
+        if read[-1] is self._last and torch.is_grad_enabled():
+            self._prefetch(self._backward)
+
+    def _prefetch_in_backward(self, read: list[BucketWeights]) -> None:
+        if not self._is_agreed:
+            self._backward += [each for each in read if each not in self._backward]
+        self._prefetch(self._backward, read[-1])
 
     def _after(self, module: nn.Module, read: list[BucketWeights], output: Any) -> None:
         again = _reads_again(module)
@@ -449,13 +455,18 @@ class GatherPerUse(Gatherer):
         self._in_backward = list(read)
         for each in read:
             each.bring()
-        self._prefetch(self._order.index(read[0]) - 1, -1)
+        self._prefetch_in_backward(read)
 
-    def _prefetch(self, place: int, step: int, most: int = MOST_FLIGHTS) -> None:
-        """Begins gathers from that place of the order on, as many as there is room for."""
+    def _prefetch(self, order: Sequence[BucketWeights], behind: BucketWeights | None = None) -> None:
+        """Begins as many gathers as there is room for: of the first of `order`, or of those behind one."""
+        if behind is not None and behind not in order:
+            return
         axis = self._weights[0].axis
-        while 0 <= place < len(self._order) and most > 0 and axis.has_room():
-            if step > 0 or id(self._order[place]) in self._wanted_again:
-                self._order[place].begin()
-                most -= 1
-            place += step
+        for each in order[0 if behind is None else order.index(behind) + 1 :]:
+            if not axis.has_room():
+                return
+            each.begin()
+
+    def _agree(self) -> None:
+        super()._agree()
+        self._backward = self._common(self._backward)

@@ -206,21 +206,22 @@ def test_a_step_that_is_skipped_changes_nothing_and_is_counted(ranks, tmp_path, 
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.second_tier("False")
 def test_a_spike_is_told_by_the_norms_of_the_steps_before(ranks, tmp_path, resumed):
-    config = jobs.changed(jobs.job(tmp_path, steps=24, val_every=0), "optimizer", spike_factor=4.0)
+    # Norms of so small a model vary by 5 from step to step.
+    config = jobs.changed(jobs.job(tmp_path, steps=24, val_every=0), "optimizer", spike_factor=50.0)
     config = jobs.changed(config, "checkpoint", every_steps=21)
     folder, saved = jobs.prepare(config), None
     if resumed:  # behind the first spike, which is looked for when 20 steps have counted
         ranks.run(with_bad_steps, 2, jobs.changed(config, "train", steps=21), [], 1.0)
         saved = checkpoint_folder.find(folder)
-    (_, said), other = ranks.run(with_bad_steps, 2, config, [5, 22] if not resumed else [22], 1e4, saved)
+    (_, said), other = ranks.run(with_bad_steps, 2, config, [5, 22] if not resumed else [22], 1e6, saved)
     assert (_, said) == other
     assert (
         said.startswith("Step 22: the gradient norm ")
         and "training stopped with the weights of step 21" in said
     )
-    assert "is above optimizer.spike_factor=4 times the " in said and "not finite" not in said
+    assert "is above optimizer.spike_factor=50 times the " in said and "not finite" not in said
     skipping = jobs.changed(config, "optimizer", on_bad_step="skip")
-    steps, counts = ranks.run(with_bad_steps, 2, skipping, [22], 1e4, saved)[0]
+    steps, counts = ranks.run(with_bad_steps, 2, skipping, [22], 1e6, saved)[0]
     assert [each[0] for each in steps if each[4]] == [22] and counts == {23}
 
 
