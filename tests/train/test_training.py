@@ -168,13 +168,13 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_sentence(ranks, tmp_p
     assert "lower optimizer.lr=1e+30" in first
 
 
-def with_bad_steps(group, config, bad, factor, resume=None):
-    """What steps measured, of which `bad` had a gradient times `factor`; and how many updates each parameter
-    has had, or the sentence that ended the run."""
+def with_bad_steps(group, config, factors, resume=None):
+    """What steps measured, of which some had a gradient times one of `factors`; and how many updates each
+    parameter has had, or the sentence that ended the run."""
     made, steps = jobs.trainer(group, config), []
     if resume:
         made.resume(resume)
-    made.model.norm.weight.register_hook(lambda grad: grad * (factor if made.step + 1 in bad else 1.0))
+    made.model.norm.weight.register_hook(lambda grad: grad * factors.get(made.step + 1, 1.0))
     try:
         for each in made.fit():
             steps.append((each.step, each.loss, each.grad_norm, each.val_loss, each.skipped))
@@ -191,7 +191,7 @@ def test_a_step_that_is_skipped_changes_nothing_and_is_counted(ranks, tmp_path, 
     config = jobs.changed(jobs.changed(config, "parallel", dp=dp, zero=zero), "train", micro_batch_size=3)
     config = jobs.changed(config, "checkpoint", every_steps=4)
     folder, world = jobs.prepare(config), 2 * dp
-    found = ranks.run(with_bad_steps, world, config, [3, 6], math.nan)
+    found = ranks.run(with_bad_steps, world, config, {3: math.nan, 6: math.nan})
     steps, counts = found[0]
     assert repr(found) == repr(found[:1] * world)
     assert [each[4] for each in steps] == [None, None, 1, None, None, 2, None] and counts == {5}
@@ -199,7 +199,7 @@ def test_a_step_that_is_skipped_changes_nothing_and_is_counted(ranks, tmp_path, 
     assert steps[2][3] == steps[1][3] != steps[3][3]  # validated with the weights of before
     saved = checkpoint_folder.complete(folder / checkpoint_folder.FOLDER)[0]
     assert checkpoint_folder.step_of(saved) == 4
-    rest = ranks.run(with_bad_steps, world, config, [3, 6], math.nan, saved)[0]
+    rest = ranks.run(with_bad_steps, world, config, {3: math.nan, 6: math.nan}, saved)[0]
     assert repr(rest) == repr((steps[4:], counts))
 
 
@@ -211,9 +211,10 @@ def test_a_spike_is_told_by_the_norms_of_the_steps_before(ranks, tmp_path, resum
     config = jobs.changed(config, "checkpoint", every_steps=21)
     folder, saved = jobs.prepare(config), None
     if resumed:  # behind the first spike, which is looked for when 20 steps have counted
-        ranks.run(with_bad_steps, 2, jobs.changed(config, "train", steps=21), [], 1.0)
+        ranks.run(with_bad_steps, 2, jobs.changed(config, "train", steps=21), {})
         saved = checkpoint_folder.find(folder)
-    (_, said), other = ranks.run(with_bad_steps, 2, config, [5, 22] if not resumed else [22], 1e6, saved)
+    early = {} if resumed else {5: 1e4}
+    (_, said), other = ranks.run(with_bad_steps, 2, config, {**early, 22: 1e7}, saved)
     assert (_, said) == other
     assert (
         said.startswith("Step 22: the gradient norm ")
@@ -221,14 +222,14 @@ def test_a_spike_is_told_by_the_norms_of_the_steps_before(ranks, tmp_path, resum
     )
     assert "is above optimizer.spike_factor=50 times the " in said and "not finite" not in said
     skipping = jobs.changed(config, "optimizer", on_bad_step="skip")
-    steps, counts = ranks.run(with_bad_steps, 2, skipping, [22], 1e6, saved)[0]
+    steps, counts = ranks.run(with_bad_steps, 2, skipping, {22: 1e7}, saved)[0]
     assert [each[0] for each in steps if each[4]] == [22] and counts == {23}
 
 
 def test_a_run_that_skips_step_after_step_ends(ranks, tmp_path):
     config = jobs.changed(jobs.job(tmp_path), "optimizer", on_bad_step="skip")
     jobs.prepare(config)
-    (steps, said), other = ranks.run(with_bad_steps, 2, config, range(4, 99), math.inf)
+    (steps, said), other = ranks.run(with_bad_steps, 2, config, dict.fromkeys(range(4, 99), math.inf))
     assert said == other[1] and len(steps) == 12
     assert (
         said.startswith("Step 13: the loss is ") and "and 10 steps in a row were skipped, so training" in said
