@@ -42,9 +42,7 @@ class LineScatter {
   const std::vector<JoinedChunk>& chunks() const { return chunks_; }
   // The memory of this rank's part of that chunk, [lines.rows, width].
   at::Tensor part(size_t chunk) { return flight_->part(chunks_.at(chunk).lines).select(0, 0); }
-  void publish(size_t chunk) {
-    for (const Chunk& each : chunks_.at(chunk).chunks) flight_->publish(each);
-  }
+  void publish(size_t chunk) { flight_->publish_together(chunks_.at(chunk).chunks); }
   // Whether all parts of this rank's lines have arrived; false also if that is unknown.
   bool parts_have_come() const { return flight_->parts_have_come(); }
   // Waits for the parts and sums them; without this call finish() does it.
@@ -80,7 +78,7 @@ class LineGather {
   // This rank's chunks as they leave, and where to write each before it is published, [chunk.rows, width].
   std::vector<Chunk> own_chunks() const { return flight_->own(); }
   at::Tensor own(size_t chunk) { return flight_->memory(flight_->own().at(chunk)).select(0, 0); }
-  void publish(size_t chunk) { flight_->publish(flight_->own().at(chunk)); }
+  void publish(size_t chunk) { flight_->publish_together({flight_->own().at(chunk)}); }
 
   // The others' chunks in the order of expected arrival.
   const std::vector<JoinedChunk>& chunks() const { return chunks_; }

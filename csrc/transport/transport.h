@@ -38,6 +38,11 @@ class GatherFlight {
   // The chunk's memory: to be written before publish() if it is this rank's, else valid after wait().
   virtual at::Tensor memory(const Chunk& chunk) = 0;
   virtual void publish(const Chunk& chunk) = 0;
+  // Publishes chunks of own(). On devices of several hosts all rows then travel in one operation, and
+  // arrive together: a message for each rank costs more if nobody uses rows before the last have come.
+  virtual void publish_together(const std::vector<Chunk>& own) {
+    for (const Chunk& chunk : own) publish(chunk);
+  }
   virtual void wait(const Chunk& chunk) = 0;
   // Whether wait() would return at once; false also if that is unknown.
   virtual bool has_come(const Chunk& /*chunk*/) const { return false; }
@@ -61,6 +66,10 @@ class ScatterFlight {
   // several owners' chunks as one, if their memory is one piece.
   virtual at::Tensor part(const Chunk& chunk) = 0;
   virtual void publish(const Chunk& chunk) = 0;
+  // Publishes several chunks; see GatherFlight::publish_together().
+  virtual void publish_together(const std::vector<Chunk>& chunks) {
+    for (const Chunk& chunk : chunks) publish(chunk);
+  }
   // Waits for the others' parts of this rank's rows and sums them, adding bias [width] once, into contiguous
   // out [row_blocks, own rows * inner, width]; with everybody's sums out is not used: see sum().
   virtual void reduce(const at::Tensor& out, const at::Tensor& bias) = 0;

@@ -33,11 +33,19 @@ struct Link {
   const void* with_room;
 };
 
-// One send and one receive, either of which may be missing.
+// Rows that leave for one rank and others that come from another. `index`: in the flight.
+struct Passage {
+  int index;
+  int to;
+  at::Tensor from_here;
+  int from;
+  at::Tensor here;
+};
+
+// Sends and receives that begin at once. Those of several passages end together.
 struct Step {
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  int sends_to = -1;
-  int receives_from = -1;
+  std::vector<int> sends_to, receives_from;
   double begun_s = 0;
   bool is_awaited = false;
 };
@@ -99,7 +107,7 @@ class ExchangeTransport : public Transport {
     bool in_flight = false;
     Op op = Op::kAllGather;
     at::Tensor arriving, leaving;
-    std::vector<Step> steps;
+    std::vector<std::shared_ptr<Step>> steps;  // by the index of their passages
   };
 
   int claim(Op op) {
@@ -122,34 +130,37 @@ class ExchangeTransport : public Transport {
     return memory;
   }
 
-  // Begins step `index` of a flight, after all work of the caller's stream so far.
-  Step begin(uint64_t flight, const char* what, int index, int to, const at::Tensor& from_here, int from,
-             const at::Tensor& here) {
-    Step step;
-    step.begun_s = monotonic_seconds();
-    const int tag =
-        static_cast<int>((static_cast<int64_t>(instance_ % kInstances) << (kFlightBits + kStepBits)) |
-                         (flight % (1 << kFlightBits)) << kStepBits | index);
+  // Begins passages of a flight, after all work of the caller's stream so far.
+  std::shared_ptr<Step> begin(uint64_t flight, const char* what, const std::vector<Passage>& passages) {
+    const auto step = std::make_shared<Step>();
+    step->begun_s = monotonic_seconds();
+    for (const Passage& each : passages) {
+      if (each.here.numel() > 0) step->receives_from.push_back(each.from);
+      if (each.from_here.numel() > 0) step->sends_to.push_back(each.to);
+    }
+    if (step->receives_from.empty() && step->sends_to.empty()) return step;
     const bool together = backend_->supportsCoalescing();
-    if (from_here.numel() == 0 && here.numel() == 0) return step;
-    if (here.numel() > 0) step.receives_from = from;
-    if (from_here.numel() > 0) step.sends_to = to;
     const auto add = [&](c10::intrusive_ptr<c10d::Work> work) {
-      if (!together) step.works.push_back(std::move(work));
+      if (!together) step->works.push_back(std::move(work));
     };
     try {  // gloo raises here if a connection is already closed
       if (together) backend_->startCoalescing();
-      if (here.numel() > 0) {
-        std::vector<at::Tensor> tensors{here};
-        add(backend_->recv(tensors, link_.ranks.at(from), tag));
+      for (const Passage& each : passages) {
+        const int tag =
+            static_cast<int>((static_cast<int64_t>(instance_ % kInstances) << (kFlightBits + kStepBits)) |
+                             (flight % (1 << kFlightBits)) << kStepBits | each.index);
+        if (each.here.numel() > 0) {
+          std::vector<at::Tensor> tensors{each.here};
+          add(backend_->recv(tensors, link_.ranks.at(each.from), tag));
+        }
+        if (each.from_here.numel() > 0) {
+          std::vector<at::Tensor> tensors{each.from_here};
+          add(backend_->send(tensors, link_.ranks.at(each.to), tag));
+        }
       }
-      if (from_here.numel() > 0) {
-        std::vector<at::Tensor> tensors{from_here};
-        add(backend_->send(tensors, link_.ranks.at(to), tag));
-      }
-      if (together) step.works.push_back(backend_->endCoalescing());
+      if (together) step->works.push_back(backend_->endCoalescing());
     } catch (const std::exception& error) {
-      raise(step, what, error.what());
+      raise(*step, what, error.what());
     }
     return step;
   }
@@ -159,7 +170,8 @@ class ExchangeTransport : public Transport {
     if (std::exchange(step.is_awaited, true)) return;
     for (const auto& work : step.works) {
       try {
-        const Spending waiting(context_, Entered::kWait, what, step.receives_from, device_);
+        const int peer = step.receives_from.size() == 1 ? step.receives_from.front() : -1;
+        const Spending waiting(context_, Entered::kWait, what, peer, device_);
         if (device_.is_cpu()) {
           work->wait(milliseconds(context_.deadline_seconds));
         } else {
@@ -170,15 +182,25 @@ class ExchangeTransport : public Transport {
       }
     }
   }
-  void await(std::vector<Step>& steps, const char* what) {
-    for (Step& step : steps) {
-      await(step, what);
+  void await(const std::vector<std::shared_ptr<Step>>& steps, const char* what) {
+    for (const std::shared_ptr<Step>& step : steps) {
+      if (step == nullptr) continue;
+      await(*step, what);
       // Streams wait forever: a step that has not ended after the deadline will not end.
-      if (device_.is_cpu() || monotonic_seconds() - step.begun_s < context_.deadline_seconds) continue;
-      for (const auto& work : step.works) {
-        if (!work->isCompleted()) raise(step, what, "it is still under way");
+      if (device_.is_cpu() || monotonic_seconds() - step->begun_s < context_.deadline_seconds) continue;
+      for (const auto& work : step->works) {
+        if (!work->isCompleted()) raise(*step, what, "it is still under way");
       }
     }
+  }
+
+  std::string names_of(const std::vector<int>& ranks) const {
+    constexpr size_t kMost = 4;
+    std::string names;
+    for (size_t i = 0; i < std::min(kMost, ranks.size()); ++i) {
+      names += (i > 0 ? ", " : "") + context_.name_of(ranks[i]);
+    }
+    return ranks.size() <= kMost ? names : names + " and " + std::to_string(ranks.size() - kMost) + " more";
   }
 
   [[noreturn]] void raise(const Step& step, const char* what, const std::string& why) {
@@ -186,9 +208,9 @@ class ExchangeTransport : public Transport {
     std::ostringstream text;
     text << "group '" << context_.name << "' on " << device_ << ", " << context_.own_name() << ": " << what
          << " waited " << waited << " s for";
-    if (step.receives_from >= 0) text << " rows of " << context_.name_of(step.receives_from);
-    if (step.receives_from >= 0 && step.sends_to >= 0) text << " and";
-    if (step.sends_to >= 0) text << " " << context_.name_of(step.sends_to) << " to take its rows";
+    if (!step.receives_from.empty()) text << " rows of " << names_of(step.receives_from);
+    if (!step.receives_from.empty() && !step.sends_to.empty()) text << " and";
+    if (!step.sends_to.empty()) text << " " << names_of(step.sends_to) << " to take its rows";
     text << " over " << backend_->getBackendName() << ": " << why;
     context_.link_is_broken = true;
     const bool late = waited >= 0.9 * context_.deadline_seconds;
@@ -239,14 +261,17 @@ class ExchangeFlight {
   int distance_to(int other) const { return (other - rank() + world_size()) % world_size(); }
   int distance_from(int other) const { return (rank() - other + world_size()) % world_size(); }
 
-  void begin(int index, int to, const at::Tensor& from_here, int from, const at::Tensor& here) {
-    slot_.steps.resize(std::max<size_t>(slot_.steps.size(), index + 1));
-    slot_.steps[index] = transport_.begin(number_, name_of(descriptor_.op), index, to, from_here, from, here);
+  void begin(const std::vector<Passage>& passages) {
+    const auto step = transport_.begin(number_, name_of(descriptor_.op), passages);
+    for (const Passage& each : passages) {
+      slot_.steps.resize(std::max<size_t>(slot_.steps.size(), each.index + 1));
+      slot_.steps[each.index] = step;
+    }
   }
   void await(int index) {
-    TORCH_CHECK(index < static_cast<int>(slot_.steps.size()), "A chunk of ", name_of(descriptor_.op),
-                " is waited for before this rank has published its own.");
-    transport_.await(slot_.steps[index], name_of(descriptor_.op));
+    TORCH_CHECK(index < static_cast<int>(slot_.steps.size()) && slot_.steps[index] != nullptr, "A chunk of ",
+                name_of(descriptor_.op), " is waited for before this rank has published its own.");
+    transport_.await(*slot_.steps[index], name_of(descriptor_.op));
   }
   void finish() { slot_.in_flight = false; }
 
@@ -272,24 +297,32 @@ class ExchangeGather : public GatherByRank {
   ExchangeGather(ExchangeTransport& transport, const FlightDescriptor& descriptor)
       : GatherByRank(transport.context(), descriptor),
         flight_(transport, descriptor, descriptor.rows * descriptor.row_bytes(), 0) {
-    if (descriptor.op == Op::kSend && plan_.own().rows == 0) begin_steps();
+    if (descriptor.op == Op::kSend && plan_.own().rows == 0) publish(plan_.own());
   }
 
   at::Tensor memory(const Chunk& chunk) override {
     return flight_.arriving(chunk.begin * descriptor_.row_bytes(), chunk);
   }
-  void publish(const Chunk& /*own*/) override { begin_steps(); }
+  void publish(const Chunk& /*own*/) override {
+    for (const Passage& each : passages()) flight_.begin({each});
+  }
+  void publish_together(const std::vector<Chunk>& own) override {
+    if (flight_.device().is_cpu()) return GatherByRank::publish_together(own);
+    flight_.begin(passages());
+  }
   void wait(const Chunk& chunk) override {
     if (chunk.owner != flight_.rank()) flight_.await(flight_.distance_to(chunk.owner));
   }
   void finish() override { flight_.finish(); }
 
  private:
-  void begin_steps() {
+  std::vector<Passage> passages() {
+    std::vector<Passage> all;
     for (int step = 1; step < flight_.world_size(); ++step) {
       const int from = flight_.after(step);
-      flight_.begin(step, flight_.after(-step), memory(plan_.own()), from, memory(plan_.of(from)));
+      all.push_back({step, flight_.after(-step), memory(plan_.own()), from, memory(plan_.of(from))});
     }
+    return all;
   }
 
   ExchangeFlight flight_;
@@ -311,10 +344,16 @@ class ExchangeScatter : public ScatterByRank {
     return flight_.leaving(chunk.begin * descriptor_.row_bytes(), chunk);
   }
   void publish(const Chunk& chunk) override {
-    if (chunk.owner == flight_.rank()) return;
-    const int step = flight_.distance_to(chunk.owner);
-    const int from = flight_.after(-step);
-    flight_.begin(step, chunk.owner, part(chunk), from, part_of(from));
+    if (chunk.owner != flight_.rank()) flight_.begin({passage(chunk)});
+  }
+  void publish_together(const std::vector<Chunk>& chunks) override {
+    if (flight_.device().is_cpu()) return ScatterByRank::publish_together(chunks);
+    sums_together_ = true;
+    std::vector<Passage> all;
+    for (const Chunk& chunk : chunks) {
+      if (chunk.owner != flight_.rank()) all.push_back(passage(chunk));
+    }
+    flight_.begin(all);
   }
 
   void reduce(const at::Tensor& out, const at::Tensor& bias) override {
@@ -334,10 +373,13 @@ class ExchangeScatter : public ScatterByRank {
       const at::Tensor target = all_ ? sum(own) : out.view(parts.front().sizes());
       sum_in_order(target, parts, bias, flight_.library(), flight_.stream());
     }
+    std::vector<Passage> sums;
     for (int step = 1; all_ && step < flight_.world_size(); ++step) {
       const int from = flight_.after(step);
-      flight_.begin(sums_step(step), flight_.after(-step), sum(own), from, sum(plan_.of(from)));
+      sums.push_back({sums_step(step), flight_.after(-step), sum(own), from, sum(plan_.of(from))});
     }
+    if (sums_together_) return flight_.begin(sums);
+    for (const Passage& each : sums) flight_.begin({each});
   }
 
   void wait_for_sum(const Chunk& chunk) override {
@@ -350,12 +392,18 @@ class ExchangeScatter : public ScatterByRank {
   void finish() override { flight_.finish(); }
 
  private:
+  Passage passage(const Chunk& chunk) {
+    const int step = flight_.distance_to(chunk.owner);
+    const int from = flight_.after(-step);
+    return {step, chunk.owner, part(chunk), from, part_of(from)};
+  }
   at::Tensor part_of(int rank) const {
     return flight_.arriving(rank * flight_.bytes(plan_.own()), plan_.own());
   }
   int sums_step(int step) const { return flight_.world_size() + step; }
 
   ExchangeFlight flight_;
+  bool sums_together_ = false;
 };
 
 }  // namespace
