@@ -11,8 +11,7 @@ PyruntimeDtype library_dtype(c10::ScalarType dtype) {
 
 void sum_in_order(const at::Tensor& out, const std::vector<at::Tensor>& parts, const at::Tensor& bias,
                   const DeviceLibrary* library, void* stream) {
-  if (library == nullptr || out.scalar_type() == c10::ScalarType::Double ||
-      parts.size() > PYRUNTIME_MOST_RANKS) {
+  if (library == nullptr || out.scalar_type() == c10::ScalarType::Double) {
     at::Tensor sum =
         parts.front().to(at::toOpMathType(out.scalar_type()), /*non_blocking=*/false, /*copy=*/true);
     for (size_t rank = 1; rank < parts.size(); ++rank) sum.add_(parts[rank]);

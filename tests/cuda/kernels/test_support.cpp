@@ -31,6 +31,33 @@ void reduces(int parts, int64_t count, bool with_bias, int64_t shift) {
   EXPECT(std::isnan(to_float(out[count])));
 }
 
+// So does any number of parts, if they lie at equal distances but for one; `other`: -1 if all do.
+template <class T>
+void reduces_spaced(int parts, int64_t count, int64_t distance, int other, bool with_bias) {
+  const std::vector<T> all = random_values<T>(parts * distance, 1), elsewhere = random_values<T>(count, 2);
+  std::vector<const void*> pointers;
+  for (int p = 0; p < parts; ++p) pointers.push_back(p == other ? elsewhere.data() : &all[p * distance]);
+  const std::vector<T> bias = random_values<T>(13, 99);
+  std::vector<T> out = poison<T>(count + 1);
+  EXPECT_OK(pyruntime_reduce(out.data(), pointers.data(), parts, count, dtype_of<T>(),
+                             with_bias ? bias.data() : nullptr, 13, nullptr));
+  for (int64_t i = 0; i < count; ++i) {
+    float sum = 0;
+    for (const void* part : pointers) sum += to_float(static_cast<const T*>(part)[i]);
+    if (with_bias) sum += to_float(bias[i % 13]);
+    const T wanted = portable::round_to<T>(sum);
+    if (std::memcmp(&out[i], &wanted, sizeof(T)) != 0)
+      check::fail(__FILE__, __LINE__, "element " + std::to_string(i));
+  }
+  EXPECT(std::isnan(to_float(out[count])));
+}
+
+TEST(more_parts_than_a_list_takes_lie_at_equal_distances_but_for_one) {
+  for (const int other : {-1, 0, 1, 2, 50, 71, 72}) reduces_spaced<Bf16>(73, 40, 40, other, other == 50);
+  reduces_spaced<float>(200, 1003, 1004, 199, true);
+  reduces_spaced<Fp16>(130, 33, 35, 128, false);
+}
+
 TEST(sums_are_taken_in_the_order_of_the_parts) {
   reduces<Bf16>(8, 8191, true, 0);
   reduces<Fp16>(3, 1000, false, 1);
