@@ -480,18 +480,22 @@ void bind_data_parallel(py::module_& m) {
       .def("finish", &LineSend::finish, NoGil())
       .def("abandon", &LineSend::abandon, NoGil());
   // The sink is called in backward(), without the GIL.
-  m.def("set_weight_gradient_sink", [](const at::Tensor& weight, const py::object& sink) {
-    if (sink.is_none()) return set_weight_gradient_sink(weight, {});
-    // Destroyed with the GIL, wherever the last copy ends.
-    const std::shared_ptr<py::object> shared(new py::object(sink), [](py::object* object) {
-      const py::gil_scoped_acquire gil;
-      delete object;
-    });
-    set_weight_gradient_sink(weight, [shared](const at::Tensor& dy, const at::Tensor& x, bool later) {
-      const py::gil_scoped_acquire gil;
-      (*shared)(dy, x, later);
-    });
-  });
+  m.def(
+      "set_weight_gradient_sink",
+      [](const at::Tensor& weight, const py::object& sink, bool keeps) {
+        if (sink.is_none()) return set_weight_gradient_sink(weight, {}, keeps);
+        // Destroyed with the GIL, wherever the last copy ends.
+        const std::shared_ptr<py::object> shared(new py::object(sink), [](py::object* object) {
+          const py::gil_scoped_acquire gil;
+          delete object;
+        });
+        const auto take = [shared](const at::Tensor& dy, const at::Tensor& x, bool later) {
+          const py::gil_scoped_acquire gil;
+          (*shared)(dy, x, later);
+        };
+        set_weight_gradient_sink(weight, take, keeps);
+      },
+      py::arg("weight"), py::arg("sink"), py::arg("keeps") = true);
   py::class_<WeightProduct, std::shared_ptr<WeightProduct>>(
       m, "WeightProduct", "out = dy^T x, or out += dy^T x, in pieces under the waits of this thread.")
       .def(py::init([](const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate) {
@@ -526,7 +530,8 @@ void bind_data_parallel(py::module_& m) {
           py::arg("out"), py::arg("rows"), py::arg("accumulate"), NoGil());
   py::class_<WeightGradientGemm>(m, "WeightGradientGemm", "dy^T x, some rows at a time.")
       .def(py::init<const at::Tensor&, const at::Tensor&>(), py::arg("dy"), py::arg("x"))
-      .def("write", &WeightGradientGemm::write, py::arg("out"), py::arg("first"), py::arg("accumulate"), NoGil())
+      .def("write", &WeightGradientGemm::write, py::arg("out"), py::arg("first"), py::arg("accumulate"),
+           NoGil())
       .def("write_blocks", &WeightGradientGemm::write_blocks, py::arg("out"), py::arg("first"),
            py::arg("step"), NoGil());
 }

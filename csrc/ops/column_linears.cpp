@@ -100,8 +100,8 @@ Tensors all_gather_matmul_backward(at::TensorList grads, const at::Tensor& x_giv
   // A tuned number of chunks applies to the rows that are multiplied, not to these.
   if (need_dw && !gathered) {
     const Route again{route.group, route.rows, {route.tier.tier}, route.wire};
-    const bool may_read_later = std::ranges::any_of(weights, has_weight_gradient_sink);
-    gather.emplace(again, Op::kAllGather, x, may_read_later ? RowsAre::kKept : RowsAre::kLent);
+    const bool keeps = std::ranges::any_of(weights, has_sink_that_keeps);
+    gather.emplace(again, Op::kAllGather, x, keeps ? RowsAre::kKept : RowsAre::kLent);
   }
   std::optional<MatmulScatter> scatter;
   if (need_dx)

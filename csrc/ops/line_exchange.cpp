@@ -38,8 +38,8 @@ std::unique_ptr<GatherFlight> gather_lines(Transport& transport, Op op, int64_t 
   return transport.gather(descriptor);
 }
 
-// `order` as it is on the CPU; on a device, joined where `memory_of` gives one piece of memory. A joined chunk
-// stands where the first of its chunks stood.
+// `order` as it is on the CPU; on a device, joined where `memory_of` gives one piece of memory. A joined
+// chunk stands where the first of its chunks stood.
 template <class MemoryOf>
 std::vector<JoinedChunk> joined(const std::vector<Chunk>& order, c10::Device device, MemoryOf memory_of) {
   std::vector<std::vector<size_t>> runs;  // places in `order`

@@ -91,7 +91,7 @@ Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::T
               "matmul_reduce_scatter_backward: need_others asks for rows of dY "
               "that a weight gradient in two parts needs, and this one is one GEMM.");
   const bool read_again = (need_dw || need_db) && !in_two_parts;
-  const RowsAre kept = has_weight_gradient_sink(weight) ? RowsAre::kKept : RowsAre::kLent;
+  const RowsAre kept = has_sink_that_keeps(weight) ? RowsAre::kKept : RowsAre::kLent;
   GatherMatmul gather(route, Op::kAllGatherMatmul, grad, read_again ? kept : RowsAre::kPassing);
   at::Tensor dw;
   if (in_two_parts && need_dw) {

@@ -26,6 +26,7 @@ namespace {
 struct Entry {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   WeightGradientSink sink;
+  bool keeps;
 };
 
 using Key = std::pair<const c10::StorageImpl*, int64_t>;
@@ -53,8 +54,8 @@ bool is_asked_for(const at::Tensor& weight) {
          !torch::autograd::impl::grad_accumulator(weight)->tensor_pre_hooks().empty();
 }
 
-// The weight's sink; empty if it has none.
-WeightGradientSink sink_of(const at::Tensor& weight) {
+// The weight's sink; nothing if it has none.
+std::optional<Entry> entry_of(const at::Tensor& weight) {
   // Tensors that torch.compile traces with have no memory to identify them by.
   if (!weight.has_storage() || weight.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return {};
   Sinks& all = sinks();
@@ -63,12 +64,12 @@ WeightGradientSink sink_of(const at::Tensor& weight) {
   if (found == all.by_weight.end()) return {};
   // Another tensor may have taken the memory of a former weight.
   if (found->second.storage.expired() || is_asked_for(weight)) return {};
-  return found->second.sink;
+  return found->second;
 }
 
 }  // namespace
 
-void set_weight_gradient_sink(const at::Tensor& weight, WeightGradientSink sink) {
+void set_weight_gradient_sink(const at::Tensor& weight, WeightGradientSink sink, bool keeps) {
   Sinks& all = sinks();
   WeightGradientSink before;  // destroyed without the lock
   const std::lock_guard<std::mutex> lock(all.mutex);
@@ -79,18 +80,24 @@ void set_weight_gradient_sink(const at::Tensor& weight, WeightGradientSink sink)
     all.by_weight.erase(found);
   }
   if (sink) {
-    all.by_weight.emplace(key_of(weight), Entry{weight.storage().getWeakStorageImpl(), std::move(sink)});
+    all.by_weight.emplace(key_of(weight),
+                          Entry{weight.storage().getWeakStorageImpl(), std::move(sink), keeps});
   }
 }
 
 bool has_weight_gradient_sink(const at::Tensor& weight) {
-  return static_cast<bool>(sink_of(weight));
+  return entry_of(weight).has_value();
+}
+
+bool has_sink_that_keeps(const at::Tensor& weight) {
+  const std::optional<Entry> found = entry_of(weight);
+  return found && found->keeps;
 }
 
 at::Tensor weight_gradient(const at::Tensor& weight, const at::Tensor& dy, const at::Tensor& x,
                            bool in_pieces) {
-  if (const WeightGradientSink sink = sink_of(weight)) {
-    sink(as_matrix(dy), as_matrix(x), /*later=*/in_pieces && weight.device().is_cpu());
+  if (const std::optional<Entry> found = entry_of(weight)) {
+    found->sink(as_matrix(dy), as_matrix(x), /*later=*/in_pieces && weight.device().is_cpu());
     return {};
   }
   if (!in_pieces) return linear_wgrad(dy, x);

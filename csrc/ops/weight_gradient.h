@@ -31,9 +31,11 @@ namespace pyruntime {
 using WeightGradientSink = std::function<void(const at::Tensor& dy, const at::Tensor& x, bool later)>;
 
 // Sends the gradient of `weight` to `sink` from now on; an empty sink returns it to autograd. The weight is
-// identified by its memory, and its sink ends with it.
-void set_weight_gradient_sink(const at::Tensor& weight, WeightGradientSink sink);
+// identified by its memory, and its sink ends with it. `keeps`: the sink may read dY and X after it has
+// returned; else only if it was told `later`.
+void set_weight_gradient_sink(const at::Tensor& weight, WeightGradientSink sink, bool keeps);
 bool has_weight_gradient_sink(const at::Tensor& weight);
+bool has_sink_that_keeps(const at::Tensor& weight);
 
 // dy^T @ x summed over all rows of all blocks, dy [blocks, rows, N], x [blocks, rows, K]: [N, K], or
 // undefined if the weight's sink took them. `in_pieces`: between hosts; multiplied in the pieces of

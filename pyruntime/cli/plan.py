@@ -98,6 +98,11 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"--explain must be at least 0, found {options.explain}.")
     if not options.tokens > 0:
         raise ConfigError(f"--tokens must be above 0, found {options.tokens}.")
+    if options.config and not options.config.endswith(".toml"):
+        raise ConfigError(
+            f"--config is the file that plan writes, NAME.toml, found {options.config!r}; to plan for a "
+            "model, name it with --model."
+        )
     if options.join:
         _join(options)
         return

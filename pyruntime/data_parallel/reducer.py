@@ -124,7 +124,8 @@ class GradientReducer:
                 hook = _weakly(self._on_gradient, index, owner)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
             if id(bucket.parameters[0]) in taken and bucket.is_matrix:
-                _C.set_weight_gradient_sink(bucket.parameters[0], _weakly(self._on_gemm, index))
+                sink = _weakly(self._on_gemm, index)
+                _C.set_weight_gradient_sink(bucket.parameters[0], sink, keeps=False)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:

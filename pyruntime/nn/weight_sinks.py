@@ -1,7 +1,8 @@
 """Linear layers whose weight has a sink: their backward gives (dY, X) to it instead of multiplying them.
 
-`_C.set_weight_gradient_sink(weight, take)` registers a sink, take(dY, X, later) (csrc/ops/weight_gradient.h).
-Where `later` is true, the op waits for other hosts, and `_C.WeightProduct` multiplies during such waits."""
+`_C.set_weight_gradient_sink(weight, take, keeps)` registers a sink, take(dY, X, later)
+(csrc/ops/weight_gradient.h). Where `later` is true, the op waits for other hosts, and `_C.WeightProduct`
+multiplies during such waits."""
 
 from __future__ import annotations
 

@@ -198,6 +198,7 @@ def test_numbers_of_tokens(text, tokens):
         (["--seq", "0"], "--seq must be at least 1, found 0."),
         (["--top", "0"], "--top must be at least 1, found 0."),
         (["--tokens", "-1"], "--tokens must be above 0, found -1.0."),
+        (["--config", "llama3-70b"], "--config is the file that plan writes, NAME.toml, found"),
         (["--overlap", "some"], "overlap"),
         (["--model", "llama3-405b"], "No mesh of 8 GPUs fits llama3-405b into 80 % of 80 GB; the nearest,"),
         (["--model", "llama3-1b", "--explain", "99"], "--explain 99: the table has 10 lines; use 1 to 10."),

@@ -48,8 +48,8 @@ class WeightGradientGemm {
   // out = dy^T @ x, or out += dy^T @ x, for the rows of the result from `first` on. out [*, K] contiguous, of
   // the operands' dtype, or fp32 for narrower ones: then our GEMM adds without rounding (packed_matrix.h).
   void write(const at::Tensor& out, int64_t first, bool accumulate) const;
-  // out [b, m, K], of the operands' dtype: block i = rows first + i * step and following of dy^T @ x. Blocks are
-  // contiguous, but may lie apart. One launch on a device.
+  // out [b, m, K], of the operands' dtype: block i = rows first + i * step and following of dy^T @ x. Blocks
+  // are contiguous, but may lie apart. One launch on a device.
   void write_blocks(const at::Tensor& out, int64_t first, int64_t step) const;
 
  private:

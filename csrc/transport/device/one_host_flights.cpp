@@ -339,9 +339,7 @@ class PartsToOwners : public DeviceScatter {
   PartsToOwners(DeviceTransport& transport, const FlightDescriptor& descriptor, bool all)
       : PartsToOwners(transport, descriptor, all, rows_of_rank(descriptor.rows, transport.world_size(), 0)) {}
 
-  at::Tensor part(const Chunk& chunk) override {
-    return flight_.view(leaving(chunk), chunk);
-  }
+  at::Tensor part(const Chunk& chunk) override { return flight_.view(leaving(chunk), chunk); }
   void publish(const Chunk& chunk) override {
     if (chunk.owner == flight_.rank() || chunk.rows == 0) return;
     flight_.put(leaving(chunk), flight_.bytes(chunk), chunk.owner, flight_.rank() * part_bytes_,
