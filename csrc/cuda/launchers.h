@@ -203,8 +203,8 @@ PYRUNTIME_API int pyruntime_await_leave(const PyruntimeGroup* group, void* strea
 
 /* ---- support ---- */
 
-/* out[i] = round(parts[0][i] + parts[1][i] + ... [+ bias[i % width]]), summed in that order in fp32. More than
-   PYRUNTIME_MOST_RANKS parts must lie at equal distances, but for one. */
+/* out[i] = round(parts[0][i] + parts[1][i] + ... [+ bias[i % width]]), summed in that order in fp32. If there
+   are more than PYRUNTIME_MOST_RANKS parts, all but one of them must lie at equal distances. */
 PYRUNTIME_API int pyruntime_reduce(void* out, const void* const* parts, int32_t count_of_parts, int64_t count,
                                    int32_t dtype, const void* bias, int64_t width, void* stream);
 
