@@ -371,6 +371,10 @@ class GatherPerUse(Gatherer):
         self._last: BucketWeights | None = None
         """The bucket that the first forward pass read last."""
         self._in_backward: list[BucketWeights] = []
+        self._over: set[int] = set()
+        """Ids of the buckets that a backward pass has read for the last time."""
+        self._pass = -1
+        """Of which backward pass these are."""
 
     def _watch(self, module: nn.Module, read: list[BucketWeights]) -> None:
         super()._watch(module, read)
@@ -423,14 +427,20 @@ class GatherPerUse(Gatherer):
         if not in_forward:  # recomputed for a backward pass
             self._prefetch_in_backward(read)
             return
-        self._prefetch(self._order, read[-1])
+        self._prefetch(_behind(self._order, read[-1]))
         if read[-1] is self._last and torch.is_grad_enabled():
             self._prefetch(self._backward)
 
-    def _prefetch_in_backward(self, read: list[BucketWeights]) -> None:
+    def _prefetch_in_backward(self, read: list[BucketWeights], is_over: bool = False) -> None:
+        """is_over: the backward pass does not read these again."""
+        if (task := torch._C._current_graph_task_id()) != self._pass:
+            self._pass, self._over = task, set()
+        if is_over:
+            self._over.update(id(each) for each in read)
         if not self._is_agreed:
             self._backward += [each for each in read if each not in self._backward]
-        self._prefetch(self._backward, read[-1])
+        rest = _behind(self._backward, read[-1])
+        self._prefetch([each for each in rest if id(each) not in self._over])
 
     def _after(self, module: nn.Module, read: list[BucketWeights], output: Any) -> None:
         again = _reads_again(module)
@@ -455,18 +465,20 @@ class GatherPerUse(Gatherer):
         self._in_backward = list(read)
         for each in read:
             each.bring()
-        self._prefetch_in_backward(read)
+        self._prefetch_in_backward(read, is_over=True)
 
-    def _prefetch(self, order: Sequence[BucketWeights], behind: BucketWeights | None = None) -> None:
-        """Begins as many gathers as there is room for: of the first of `order`, or of those behind one."""
-        if behind is not None and behind not in order:
-            return
-        axis = self._weights[0].axis
-        for each in order[0 if behind is None else order.index(behind) + 1 :]:
-            if not axis.has_room():
+    def _prefetch(self, order: Sequence[BucketWeights]) -> None:
+        """Begins gathers in that order, as many as there is room for."""
+        for each in order:
+            if not each.axis.has_room():
                 return
             each.begin()
 
     def _agree(self) -> None:
         super()._agree()
         self._backward = self._common(self._backward)
+
+
+def _behind(order: list[BucketWeights], one: BucketWeights) -> list[BucketWeights]:
+    """Returns what comes behind `one` in an order, or nothing if it is not there."""
+    return order[order.index(one) + 1 :] if one in order else []
