@@ -1,6 +1,8 @@
 #include "core/chunk_plan.h"
 
 #include <algorithm>
+#include <numeric>
+#include <utility>
 
 namespace pyruntime {
 
@@ -58,6 +60,32 @@ std::vector<Chunk> ChunkPlan::order_from(int owner) const {
   std::vector<Chunk> order(chunks_);
   std::rotate(order.begin(), order.begin() + owner % world_size(), order.end());
   return order;
+}
+
+std::vector<std::vector<std::size_t>> joined(const std::vector<Chunk>& order,
+                                             const std::vector<const char*>& memory, int64_t row_bytes) {
+  std::vector<size_t> by_row(order.size());
+  std::iota(by_row.begin(), by_row.end(), 0);
+  // An empty chunk begins where its neighbour does, and stands before it.
+  std::ranges::stable_sort(
+      by_row, {}, [&](size_t place) { return std::pair(order[place].begin, order[place].rows > 0); });
+  std::vector<std::vector<size_t>> runs;
+  int64_t end = -1;
+  const char* end_of_memory = nullptr;  // unless all of the run is empty
+  for (const size_t place : by_row) {
+    const Chunk& chunk = order[place];
+    const bool is_near = chunk.rows == 0 || end_of_memory == nullptr || memory[place] == end_of_memory;
+    if (chunk.begin != end || !is_near) {
+      runs.emplace_back();
+      end_of_memory = nullptr;
+    }
+    runs.back().push_back(place);
+    end = chunk.begin + chunk.rows;
+    if (chunk.rows > 0) end_of_memory = memory[place] + chunk.rows * row_bytes;
+  }
+  for (std::vector<size_t>& run : runs) std::ranges::sort(run);
+  std::ranges::sort(runs);
+  return runs;
 }
 
 }  // namespace pyruntime

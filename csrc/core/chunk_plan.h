@@ -1,6 +1,7 @@
 // Cuts the rows of an operand over ranks, and gives the order in which each rank visits the chunks.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -66,5 +67,11 @@ class ChunkPlan {
   // Only in a plan of some rows: where the first half of each owner's pieces ends. Empty: in the middle.
   std::vector<int64_t> halves_;
 };
+
+// The places in `order` of chunks whose rows follow one another, and whose memory does. `memory`: of each
+// chunk. In a run of them, and by their first ones, they stand as in `order`. An empty chunk belongs to its
+// neighbour before it, or else behind it.
+std::vector<std::vector<std::size_t>> joined(const std::vector<Chunk>& order,
+                                             const std::vector<const char*>& memory, int64_t row_bytes);
 
 }  // namespace pyruntime

@@ -20,7 +20,7 @@
 namespace pyruntime {
 
 // How long all rows will be read: not beyond their chunks; at any time; or only before finish(), by a caller
-// that keeps nothing. Rows on devices of one host that lie in order in the transport's memory are lent there.
+// that keeps nothing. Rows on devices that lie in order in the transport's memory are lent there.
 enum class RowsAre { kPassing, kKept, kLent };
 
 class GatherMatmul {

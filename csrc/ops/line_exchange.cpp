@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include "transport/flights.h"
@@ -38,34 +37,22 @@ std::unique_ptr<GatherFlight> gather_lines(Transport& transport, Op op, int64_t 
   return transport.gather(descriptor);
 }
 
-// `order` as it is on the CPU; on a device, joined where `memory_of` gives one piece of memory. A joined
-// chunk stands where the first of its chunks stood.
+// `order` as it is on the CPU; on a device, joined where `memory_of` gives one piece of memory.
 template <class MemoryOf>
-std::vector<JoinedChunk> joined(const std::vector<Chunk>& order, c10::Device device, MemoryOf memory_of) {
-  std::vector<std::vector<size_t>> runs;  // places in `order`
-  if (device.is_cpu()) {
-    for (size_t place = 0; place < order.size(); ++place) runs.push_back({place});
-  } else {
-    std::vector<size_t> by_line(order.size());
-    std::iota(by_line.begin(), by_line.end(), 0);
-    std::ranges::stable_sort(by_line, {}, [&](size_t place) { return order[place].begin; });
-    int64_t end = -1;
-    const char* end_of_memory = nullptr;
-    for (const size_t place : by_line) {
-      const Chunk& chunk = order[place];
-      const at::Tensor memory = memory_of(chunk);
-      const char* begin = static_cast<const char*>(memory.const_data_ptr());
-      const bool follows = chunk.begin == end && (chunk.rows == 0 || begin == end_of_memory);
-      if (!follows) runs.emplace_back();
-      runs.back().push_back(place);
-      end = chunk.begin + chunk.rows;
-      if (chunk.rows > 0) end_of_memory = begin + memory.nbytes();
-    }
-    for (std::vector<size_t>& run : runs) std::ranges::sort(run);
-    std::ranges::sort(runs);
-  }
+std::vector<JoinedChunk> joined_on(c10::Device device, const std::vector<Chunk>& order, MemoryOf memory_of) {
   std::vector<JoinedChunk> result;
-  for (const std::vector<size_t>& run : runs) {
+  if (device.is_cpu()) {
+    for (const Chunk& chunk : order) result.push_back({chunk, {chunk}});
+    return result;
+  }
+  std::vector<const char*> memory;
+  int64_t row_bytes = 0;
+  for (const Chunk& chunk : order) {
+    const at::Tensor rows = memory_of(chunk);
+    memory.push_back(static_cast<const char*>(rows.const_data_ptr()));
+    if (chunk.rows > 0) row_bytes = static_cast<int64_t>(rows.nbytes()) / chunk.rows;
+  }
+  for (const std::vector<size_t>& run : joined(order, memory, row_bytes)) {
     JoinedChunk& all = result.emplace_back();
     for (const size_t place : run) all.chunks.push_back(order[place]);
     all.lines = *std::ranges::min_element(all.chunks, {}, &Chunk::begin);
@@ -89,7 +76,7 @@ LineScatter::LineScatter(const std::string& group, int64_t lines, int64_t width,
   const int64_t own = rows_of_rank(lines, transport_.world_size(), transport_.rank());
   const FlightDescriptor descriptor = flight_of(transport_, op_, lines, width, dtype, own);
   flight_ = some ? transport_.scatter_some(descriptor, all, *some) : transport_.scatter(descriptor, all);
-  chunks_ = joined(flight_->order(), device, [&](const Chunk& chunk) { return flight_->part(chunk); });
+  chunks_ = joined_on(device, flight_->order(), [&](const Chunk& chunk) { return flight_->part(chunk); });
 }
 
 bool LineScatter::can_send_some(const std::string& group, c10::Device device) {
@@ -128,8 +115,8 @@ LineGather::LineGather(const std::string& group, int64_t lines, int64_t width, c
       begun_(begin_of_op(device)),
       flight_(gather_lines(transport_, Op::kAllGather, lines, width, dtype, kEveryRank, /*agreement=*/0)) {
   const std::vector<Chunk>& order = flight_->order();  // the first chunk is this rank's
-  chunks_ = joined({order.begin() + 1, order.end()}, device,
-                   [&](const Chunk& chunk) { return flight_->memory(chunk); });
+  chunks_ = joined_on(device, {order.begin() + 1, order.end()},
+                      [&](const Chunk& chunk) { return flight_->memory(chunk); });
 }
 
 bool LineGather::has_come() const {

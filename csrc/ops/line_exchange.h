@@ -20,7 +20,7 @@
 
 namespace pyruntime {
 
-// Some chunks of a flight, joined.
+// Some chunks of a flight, joined: see joined().
 struct JoinedChunk {
   Chunk lines;  // all of them; its owner is the first one's
   std::vector<Chunk> chunks;

@@ -143,7 +143,7 @@ def pieces_of(bucket: Bucket, dtype: torch.dtype) -> list[range]:
 
 
 def blocks_of(bucket: Bucket, dtype: torch.dtype) -> list[int]:
-    """Returns how many rows of each part, and of each rank, travel in each flight."""
+    """Returns the rows of one rank in each flight, for each part that has some in it."""
     return [
         min(piece.stop, part.offset + part.lines) - max(piece.start, part.offset)
         for piece in pieces_of(bucket, dtype)

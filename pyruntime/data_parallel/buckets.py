@@ -132,6 +132,7 @@ class Bucket:
         segment, within = divmod(begin, len(piece))
         lines = min(len(memory), len(piece))
         segments = len(memory) // lines if lines else 1
+        assert within + lines <= len(piece) and segments * lines == len(memory), (begin, len(memory), piece)
         return memory.view(segments, lines, memory.shape[1]), segment, piece.start + within
 
     def spans(self, segments: range, lines: range) -> Iterator[LineSpan]:

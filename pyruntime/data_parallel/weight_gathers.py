@@ -372,7 +372,8 @@ class GatherPerUse(Gatherer):
         """The bucket that the first forward pass read last."""
         self._in_backward: list[BucketWeights] = []
         self._over: set[int] = set()
-        """Ids of the buckets that a backward pass has read for the last time."""
+        """Ids of the buckets whose modules' backward is over, in the running pass; emptied where it reads one
+        again that it has freed, as with a model that uses its layers several times."""
         self._pass = -1
         """Of which backward pass these are."""
 
@@ -423,6 +424,8 @@ class GatherPerUse(Gatherer):
         in_forward = torch._C._current_graph_task_id() == -1
         if not self._is_agreed and in_forward:
             self._last = read[-1]
+        if not in_forward:
+            self._see_what_is_over(read)
         super()._before(module, read)
         if not in_forward:  # recomputed for a backward pass
             self._prefetch_in_backward(read)
@@ -431,12 +434,13 @@ class GatherPerUse(Gatherer):
         if read[-1] is self._last and torch.is_grad_enabled():
             self._prefetch(self._backward)
 
-    def _prefetch_in_backward(self, read: list[BucketWeights], is_over: bool = False) -> None:
-        """is_over: the backward pass does not read these again."""
-        if (task := torch._C._current_graph_task_id()) != self._pass:
+    def _see_what_is_over(self, read: list[BucketWeights]) -> None:
+        """Is told what the backward pass is about to read."""
+        task = torch._C._current_graph_task_id()
+        if task != self._pass or any(id(each) in self._over and not each.is_current for each in read):
             self._pass, self._over = task, set()
-        if is_over:
-            self._over.update(id(each) for each in read)
+
+    def _prefetch_in_backward(self, read: list[BucketWeights]) -> None:
         if not self._is_agreed:
             self._backward += [each for each in read if each not in self._backward]
         rest = _behind(self._backward, read[-1])
@@ -463,9 +467,11 @@ class GatherPerUse(Gatherer):
             if each not in read:
                 each.free()
         self._in_backward = list(read)
+        self._see_what_is_over(read)
         for each in read:
             each.bring()
-        self._prefetch_in_backward(read, is_over=True)
+        self._over.update(id(each) for each in read)
+        self._prefetch_in_backward(read)
 
     def _prefetch(self, order: Sequence[BucketWeights]) -> None:
         """Begins gathers in that order, as many as there is room for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -36,11 +37,25 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
-def gathered(group, recomputes, micro_batches) -> list[list[str]]:
+class Loop(nn.Module):
+    """Linears that a forward pass uses twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(6))
+
+    def forward(self, x):
+        for _ in range(2):
+            for block in self.blocks:
+                x = block(x)
+        return x
+
+
+def gathered(group, model, micro_batches) -> list[list[str]]:
     """The weights whose gathers each step began, in order."""
     take(group, "symmetric_memory")
     torch.manual_seed(0)
-    model = Blocks(recomputes)
+    model = model()
     handle = pyruntime.shard(model, DeviceMesh.from_group(group, "cpu"), stage=3, bucket_bytes=1)
     optimizer, begin, steps = handle.adamw(), BucketWeights._begin, []
 
@@ -70,6 +85,13 @@ def test_a_pass_gathers_each_weight_once_and_in_its_order(ranks, recomputes, mic
         numbers.reverse()
     backward = [f"blocks.{block}.{linear}" for block, linear in numbers]
     first, rest = [*forward[3:], "head", *backward], [*forward[1:], "head", *backward]
-    for _, _, third in ranks.run(gathered, 2, recomputes, micro_batches):
+    for _, _, third in ranks.run(gathered, 2, partial(Blocks, recomputes), micro_batches):
         # The weight that a backward pass read last is still whole; the last gathers are for the next step.
         assert third == [*first, *rest * (micro_batches - 1), *forward[:3]]
+
+
+def test_a_backward_pass_that_reads_weights_twice_gathers_them_twice(ranks):
+    names = [f"blocks.{number}" for number in range(6)]
+    backward = [*names[4::-1], *names[::-1]]  # the last one is still whole
+    for _, _, third in ranks.run(gathered, 2, Loop, 1):
+        assert third[-len(backward) - 3 :] == [*backward, *names[:3]]

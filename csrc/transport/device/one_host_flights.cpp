@@ -366,6 +366,7 @@ class PartsToOwners : public DeviceScatter {
     sum_in_order(out.view(parts.front().sizes()), parts, bias, &flight_.library(),
                  flight_.streams().current());
   }
+  // Another rank's; this rank's place stays empty.
   char* part_of(int rank) const { return flight_.at(rank * part_bytes_); }
   char* leaving(const Chunk& chunk) const {
     return flight_.staging(plan_.rows() * descriptor_.row_bytes()) + flight_.offset(chunk);

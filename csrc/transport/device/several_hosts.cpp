@@ -107,7 +107,7 @@ class ExchangeTransport : public Transport {
     bool in_flight = false;
     Op op = Op::kAllGather;
     at::Tensor arriving, leaving;
-    std::vector<std::shared_ptr<Step>> steps;  // by the index of their passages
+    std::vector<std::shared_ptr<Step>> steps;  // by the index of each passage; null: not begun
   };
 
   int claim(Op op) {
@@ -397,6 +397,7 @@ class ExchangeScatter : public ScatterByRank {
     const int from = flight_.after(-step);
     return {step, chunk.owner, part(chunk), from, part_of(from)};
   }
+  // At equal distances, as sum_in_order() needs them: this rank's place stays empty.
   at::Tensor part_of(int rank) const {
     return flight_.arriving(rank * flight_.bytes(plan_.own()), plan_.own());
   }

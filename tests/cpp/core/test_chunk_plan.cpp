@@ -132,4 +132,57 @@ TEST(no_two_ranks_visit_the_same_peer_in_the_same_step) {
   }
 }
 
+// Pieces of some rows of each rank but one, in any order, of which some are empty if there are more than
+// rows; rows of `cut` lie elsewhere.
+void joins(int rows_of_a_rank, int pieces, int own, int cut, uint32_t seed) {
+  constexpr int kWorld = 5, kRowBytes = 6;
+  const ChunkPlan plan(kWorld * rows_of_a_rank, kWorld, 0, pieces);
+  std::vector<Chunk> order;
+  for (int owner = 0; owner < kWorld; ++owner) {
+    for (int piece = 0; piece < pieces && owner != own; ++piece) order.push_back(plan.piece(owner, piece));
+  }
+  std::shuffle(order.begin(), order.end(), std::mt19937(seed));
+  const std::vector<char> memory(1000), elsewhere(1000);
+  std::vector<const char*> of_chunks;
+  for (const Chunk& chunk : order) {
+    of_chunks.push_back((chunk.owner == cut ? elsewhere : memory).data() + chunk.begin * kRowBytes);
+  }
+  std::vector<int> seen(order.size(), 0);
+  size_t last_first = 0;
+  std::vector<std::pair<int64_t, int64_t>> found;
+  for (const std::vector<size_t>& run : joined(order, of_chunks, kRowBytes)) {
+    EXPECT(std::is_sorted(run.begin(), run.end()) && (found.empty() || run.front() > last_first));
+    last_first = run.front();
+    int64_t begin = plan.rows(), end = 0, rows = 0;
+    for (const size_t place : run) {
+      ++seen[place];
+      begin = std::min(begin, order[place].begin);
+      end = std::max(end, order[place].begin + order[place].rows);
+      rows += order[place].rows;
+    }
+    EXPECT_EQ(end - begin, rows);  // no hole
+    found.emplace_back(begin, end);
+  }
+  EXPECT(std::ranges::all_of(seen, [](int times) { return times == 1; }));
+  std::vector<std::pair<int64_t, int64_t>> wanted;
+  for (int owner = 0; owner < kWorld; ++owner) {
+    if (owner == own) continue;
+    const bool goes_on = owner > 0 && owner - 1 != own && owner != cut && owner - 1 != cut;
+    const int64_t begin = owner * rows_of_a_rank, end = begin + rows_of_a_rank;
+    if (goes_on) {
+      wanted.back().second = end;
+    } else {
+      wanted.emplace_back(begin, end);
+    }
+  }
+  std::ranges::sort(found);
+  EXPECT(found == wanted);
+}
+
+TEST(chunks_that_lie_behind_each_other_are_joined_whatever_their_order_and_empty_ones_too) {
+  for (uint32_t seed = 0; seed < 300; ++seed) {
+    for (const int rows : {1, 2, 3, 7}) joins(rows, 4, seed % 6, seed % 7, seed);
+  }
+}
+
 }  // namespace
