@@ -205,7 +205,7 @@ def test_numbers_of_tokens(text, tokens):
         (["--model", "llama3-1b", "--plot", "/nowhere/a.png"], "/nowhere/a.png: cannot be written:"),
     ],
 )
-@pytest.mark.second_tier("argv14-/nowhere/a.png: cannot be written:")
+@pytest.mark.second_tier("argv15-/nowhere/a.png: cannot be written:")
 def test_a_bad_request_is_one_sentence_and_exit_code_2(capsys, argv, sentence):
     assert main(["plan", "--axonn", "False", *argv]) == 2
     err = capsys.readouterr().err
