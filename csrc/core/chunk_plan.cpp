@@ -67,8 +67,8 @@ std::vector<std::vector<std::size_t>> joined(const std::vector<Chunk>& order,
   std::vector<size_t> by_row(order.size());
   std::iota(by_row.begin(), by_row.end(), 0);
   // An empty chunk begins where its neighbour does, and stands before it.
-  std::ranges::stable_sort(
-      by_row, {}, [&](size_t place) { return std::pair(order[place].begin, order[place].rows > 0); });
+  const auto key = [&](size_t place) { return std::pair(order[place].begin, order[place].rows > 0); };
+  std::stable_sort(by_row.begin(), by_row.end(), [&](size_t a, size_t b) { return key(a) < key(b); });
   std::vector<std::vector<size_t>> runs;
   int64_t end = -1;
   const char* end_of_memory = nullptr;  // unless all of the run is empty
@@ -83,8 +83,8 @@ std::vector<std::vector<std::size_t>> joined(const std::vector<Chunk>& order,
     end = chunk.begin + chunk.rows;
     if (chunk.rows > 0) end_of_memory = memory[place] + chunk.rows * row_bytes;
   }
-  for (std::vector<size_t>& run : runs) std::ranges::sort(run);
-  std::ranges::sort(runs);
+  for (std::vector<size_t>& run : runs) std::sort(run.begin(), run.end());
+  std::sort(runs.begin(), runs.end());
   return runs;
 }
 
