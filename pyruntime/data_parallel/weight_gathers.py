@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -444,7 +444,7 @@ class GatherPerUse(Gatherer):
         if not self._is_agreed:
             self._backward += [each for each in read if each not in self._backward]
         rest = _behind(self._backward, read[-1])
-        self._prefetch([each for each in rest if id(each) not in self._over])
+        self._prefetch(each for each in rest if id(each) not in self._over)
 
     def _after(self, module: nn.Module, read: list[BucketWeights], output: Any) -> None:
         again = _reads_again(module)
@@ -473,7 +473,7 @@ class GatherPerUse(Gatherer):
         self._over.update(id(each) for each in read)
         self._prefetch_in_backward(read)
 
-    def _prefetch(self, order: Sequence[BucketWeights]) -> None:
+    def _prefetch(self, order: Iterable[BucketWeights]) -> None:
         """Begins gathers in that order, as many as there is room for."""
         for each in order:
             if not each.axis.has_room():
