@@ -58,8 +58,9 @@ class LineSpan:
     """Lines of a chunk [segments, lines, width] that are rows of one parameter, seen as [-1, width]."""
 
     segments: slice
+    """Those of the chunk's segments that have such lines."""
     lines: slice
-    """Of each of these segments of the chunk."""
+    """The lines that each of these segments has."""
     owner: int
     source: int
     """The first of the first segment's lines in the parameter."""

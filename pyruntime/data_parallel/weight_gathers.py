@@ -375,7 +375,7 @@ class GatherPerUse(Gatherer):
         """Ids of the buckets whose modules' backward is over, in the running pass; emptied where it reads one
         again that it has freed, as with a model that uses its layers several times."""
         self._pass = -1
-        """Of which backward pass these are."""
+        """The autograd engine's number of the backward pass that `_over` describes."""
 
     def _watch(self, module: nn.Module, read: list[BucketWeights]) -> None:
         super()._watch(module, read)

@@ -26,39 +26,6 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.randint(-8, 9, shape).float()
 
 
-def gradients(group) -> tuple[bool, Counter]:
-    """Whether the gradients of both linears are exact, and what their backward passes launched in the second
-    round, when the group has its memory."""
-    rank, size = sim.begin_rank(delays=2)
-    sim.use_kernels(kernels.LIBRARY)
-    exact = True
-    with Runtime.start(tp=size, device=sim.DEVICE) as runtime:
-        for _ in range(2):
-            x, dy = drawn(ROWS, K), drawn(size, ROWS, N)
-            hidden, dz = drawn(size, ROWS, N), drawn(ROWS, K)
-            up, down = (drawn(*shape).to(sim.DEVICE).requires_grad_() for shape in ((N, K), (K, N)))
-            own = [each.tensor_split(size)[rank].to(sim.DEVICE) for each in (x, dz)]
-            y = pyruntime.all_gather_matmul(own[0].requires_grad_(), up, runtime.tp, rows=ROWS)
-            z = pyruntime.matmul_reduce_scatter(hidden[rank].to(sim.DEVICE), down, runtime.tp)
-            dy_own = dy[rank].to(sim.DEVICE)
-            torch.accelerator.synchronize()
-            sim.reset_counts()
-            y.backward(dy_own)
-            z.backward(own[1])
-            launched = Counter(sim.launches())
-            exact &= torch.equal(up.grad.cpu(), dy[rank].T @ x)
-            exact &= torch.equal(down.grad.cpu(), dz.T @ hidden[rank])
-    return exact, launched
-
-
-def test_gradients_of_weights_are_exact_and_copy_no_row_that_came(ranks):
-    for rank in ranks.launch(gradients, 3, init=False):
-        assert rank.error is None, rank.error
-        exact, launched = rank.value
-        assert exact
-        assert launched["copy"] == OWN
-
-
 def multiplied(found, kept, name, dy, x, later) -> None:
     """Puts the product dY^T X into `found`, at once or, with `kept`, when the function there is called."""
 
@@ -71,9 +38,10 @@ def multiplied(found, kept, name, dy, x, later) -> None:
         kept.append(multiply)
 
 
-def products(group, keeps) -> tuple[bool, int]:
-    """Whether sinks got the operands of both gradients, and what the backward passes copied in the second
-    round. Sinks that keep them multiply after other rows have come where these came."""
+def gradients(group, taker) -> tuple[bool, int]:
+    """Whether the gradients of both linears are exact, and how often their backward passes copied in the
+    second round, when the group has its memory. taker: "autograd", or a sink that multiplies "at once", or
+    "later", when other rows have come where these came."""
     rank, size = sim.begin_rank(delays=2)
     sim.use_kernels(kernels.LIBRARY)
     exact, copies = True, 0
@@ -83,9 +51,10 @@ def products(group, keeps) -> tuple[bool, int]:
             hidden, dz = drawn(size, ROWS, N), drawn(ROWS, K)
             up, down = (drawn(*shape).to(sim.DEVICE).requires_grad_() for shape in ((N, K), (K, N)))
             found, kept = {}, []
-            take = partial(multiplied, found, kept if keeps else None)
-            for name, weight in (("up", up), ("down", down)):
-                _C.set_weight_gradient_sink(weight, partial(take, name), keeps=keeps)
+            if taker != "autograd":
+                take = partial(multiplied, found, kept if taker == "later" else None)
+                for name, weight in (("up", up), ("down", down)):
+                    _C.set_weight_gradient_sink(weight, partial(take, name), keeps=taker == "later")
             own = [each.tensor_split(size)[rank].to(sim.DEVICE) for each in (x, dz)]
             y = pyruntime.all_gather_matmul(own[0].requires_grad_(), up, runtime.tp, rows=ROWS)
             z = pyruntime.matmul_reduce_scatter(hidden[rank].to(sim.DEVICE), down, runtime.tp)
@@ -99,15 +68,18 @@ def products(group, keeps) -> tuple[bool, int]:
                 pyruntime.all_gather_matmul(own[0].detach(), up.detach(), runtime.tp, rows=ROWS)
             for multiply in kept:
                 multiply()
+            if taker == "autograd":
+                found = {"up": up.grad, "down": down.grad}
+            else:
+                assert up.grad is None and down.grad is None
             exact &= torch.equal(found["up"].cpu(), dy[rank].T @ x)
             exact &= torch.equal(found["down"].cpu(), dz.T @ hidden[rank])
-            assert up.grad is None and down.grad is None
     return exact, copies
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_a_sink_that_keeps_no_operands_gets_rows_where_they_came(ranks, keeps):
-    for rank in ranks.launch(products, 3, keeps, init=False):
+@pytest.mark.parametrize("taker", ["autograd", "at once", "later"])
+def test_gradients_of_weights_are_exact_and_copy_no_row_that_came_unless_it_is_kept(ranks, taker):
+    for rank in ranks.launch(gradients, 3, taker, init=False):
         assert rank.error is None, rank.error
         exact, copies = rank.value
-        assert exact and (copies > OWN if keeps else copies == OWN)
+        assert exact and (copies > OWN if taker == "later" else copies == OWN)

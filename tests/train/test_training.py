@@ -169,8 +169,8 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_sentence(ranks, tmp_p
 
 
 def with_bad_steps(group, config, factors, resume=None):
-    """What steps measured, of which some had a gradient times one of `factors`; and how many updates each
-    parameter has had, or the sentence that ended the run."""
+    """Trains with the gradient of some steps times `factors`, by step. Returns what the steps measured, and
+    how many updates each parameter has had, or the sentence that ended the run."""
     made, steps = jobs.trainer(group, config), []
     if resume:
         made.resume(resume)

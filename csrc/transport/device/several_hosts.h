@@ -4,7 +4,7 @@
 //
 // Step s of a flight sends to one rank and receives from another in one call. Chunks arrive in the order in
 // which they are read, and every rank takes its steps in the order of its program, which is the same on all.
-// What is published together travels in one call, and arrives together.
+// Chunks that a rank publishes together travel in one call, and arrive together.
 //
 // A pipeline's ranks have different programs, so messages between two ranks have a process group of their own
 // (pairs.h). A message's receive begins with its flight.
