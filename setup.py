@@ -37,11 +37,12 @@ except ModuleNotFoundError as error:
 
 
 def sources() -> list[str]:
-    """Returns all of csrc except csrc/cuda, whose kernels nvcc or hipcc builds into a separate library."""
+    """Returns all of csrc except csrc/cuda, whose kernels nvcc or hipcc builds into a separate library, and
+    csrc/sim, which is compiled where it is first used (pyruntime/clock/device_build.py)."""
     found = sorted(
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "csrc").rglob("*.cpp")
-        if path.relative_to(ROOT).parts[1] != "cuda"
+        if path.relative_to(ROOT).parts[1] not in ("cuda", "sim")
     )
     if not found:
         raise SystemExit(f"no C++ source was found under {ROOT / 'csrc'}; the source tree is incomplete.")
@@ -179,24 +180,34 @@ class Build(BuildExtension):
 
 
 class BuildPython(build_py):
-    """Copies the package, and in an installation the kernels' headers, which pyruntime/cuda/nvrtc_tiles.py
-    compiles at run time. A build in place finds them in the source folder."""
+    """Copies the package, and in an installation what is compiled at run time: the kernels' headers
+    (pyruntime/cuda/nvrtc_tiles.py), and the simulated device (pyruntime/clock/device_build.py). A build in
+    place finds them in the source folder."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:
             return
-        headers = Path(self.build_lib, "pyruntime", "cuda", "headers")
-        for path in portable_headers():
-            target = headers / path.relative_to(ROOT)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self.copy_file(str(path), str(target))
+        package = Path(self.build_lib, "pyruntime")
+        for folder, paths in (("cuda/headers", portable_headers()), ("clock/sources", simulated_device())):
+            for path in paths:
+                target = package / folder / path.relative_to(ROOT)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self.copy_file(str(path), str(target))
 
 
 def portable_headers() -> list[Path]:
     """Returns the headers that NVRTC reads: kernels, the launchers' structures, and the CUDA dialect."""
     cuda = ROOT / "csrc" / "cuda"
     return sorted([*cuda.glob("*.h"), *(cuda / "portable").rglob("*.h"), *(cuda / "portable").rglob("*.cuh")])
+
+
+def simulated_device() -> list[Path]:
+    """Returns the sources of the simulated device, and the launchers' structures."""
+    csrc = ROOT / "csrc"
+    return sorted(
+        [*(csrc / "sim").rglob("*.cpp"), *(csrc / "sim").rglob("*.h"), *csrc.glob("cuda/**/launchers.h")]
+    )
 
 
 os.chdir(ROOT)

@@ -35,8 +35,19 @@ MOST_WORDS, LONGEST_SENTENCE, WIDTH = 35_000, 35, 120
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 OURS = re.compile(r"(?:bench|csrc|docker|docs|examples|hip|pyruntime|tests|tools)/[\w.*{},/-]*")
 """Paths from the repository's root in texts and commands."""
-EVERYWHERE = ("config", "help", "dry_run", "profile", "ranks", "ranks_per_host")
-"""Options of train and mesh outside the configuration."""
+EVERYWHERE = (
+    "config",
+    "help",
+    "dry_run",
+    "profile",
+    "ranks",
+    "ranks_per_host",
+    "gpus",
+    "machine",
+    "json",
+    "trace",
+)
+"""Options of train, mesh and simulate outside the configuration."""
 OURS_TO_EXPLAIN = re.compile(
     r"\b(?:tier|exposed|replica|chunk|displacement|arbiter|companion group|traffic class)s?\b"
 )

@@ -103,6 +103,10 @@ def test_pip_installs_from_it(sdist, tmp_path, compilers):
     assert (headers / "csrc/cuda/portable/gemm/tile_gemm.cuh").exists() and (
         headers / "csrc/cuda/compat.h"
     ).exists()
+    sources = installed / "clock" / "sources" / "csrc"  # of the simulated device
+    wanted = {path.relative_to(ROOT / "csrc") for path in (ROOT / "csrc" / "sim").rglob("*.*")}
+    assert wanted <= {path.relative_to(sources) for path in sources.rglob("*.*")}
+    assert (sources / "cuda/sm90/launchers.h").exists()
 
 
 def test_a_wheel_has_the_core_and_beside_it_the_kernels_and_the_torch_that_it_is_for(

@@ -43,7 +43,7 @@ OURS = re.compile(r"\b(c10|c10d|at|torch|caffe2)::")
 def sources(root: Path) -> list[Path]:
     """Returns the core's sources, those that setup.py compiles."""
     found = sorted((root / "csrc").rglob("*.cpp"))
-    return [path for path in found if path.relative_to(root / "csrc").parts[0] != "cuda"]
+    return [path for path in found if path.relative_to(root / "csrc").parts[0] not in ("cuda", "sim")]
 
 
 def unpacked(torch: Path, build: Path) -> Path:

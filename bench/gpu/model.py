@@ -29,46 +29,23 @@ from typing import Any
 from bench.common.tables import table
 from bench.gpu import problem
 from bench.gpu.machine_code import Kernel, Loop, kernels_in
+from pyruntime.clock.gpus import (
+    DEPTH,
+    FIRST_LOAD_S,
+    GPUS,
+    L2_BYTES_PER_CLOCK,
+    LAUNCH_S,
+    SHARED_BYTES_PER_CLOCK,
+    Gpu,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / "pyruntime" / "libpyruntime_cuda.so"
 
-DEPTH = 64  # of k in a step: kDepth of both kinds of kernels
 SCHEDULERS = 4  # of a multiprocessor; each starts one warp's instruction a clock
-SHARED_BYTES_PER_CLOCK = 128
-L2_BYTES_PER_CLOCK = 5120  # of the whole GPU (NVIDIA A100 whitepaper; taken for Hopper too)
 MATRIX_BYTES = 512  # that ldmatrix.x4 brings to one warp
-LAUNCH_S = 3e-6
-FIRST_LOAD_S = 1e-6  # from HBM into shared memory, with nothing else loading
 EPILOGUE_INSTRUCTIONS = 2.0  # per sum of a thread: rounding, a share of a store, addresses; estimated
 HBM_REACHED = 0.92  # of the peak, by a copy
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU's peaks, from the vendor's data sheets; others measured `mma_share`."""
-
-    name: str
-    architecture: int  # of the machine code that runs on it
-    multiprocessors: int
-    clock_hz: float
-    flops_per_clock: float  # of one multiprocessor's tensor cores, bf16
-    mma_share: float  # share by mma.sync; on Hopper 0.63 (Luo et al. 2024, arXiv 2402.13499, table 9)
-    hbm_bytes_per_s: float
-
-    @property
-    def peak_flops(self) -> float:
-        return self.flops_per_clock * self.multiprocessors * self.clock_hz
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("A100", 80, 108, 1.41e9, 2048, 1.0, 2.04e12),
-        Gpu("H100", 90, 132, 1.83e9, 4096, 0.63, 3.35e12),
-        Gpu("H200", 90, 132, 1.83e9, 4096, 0.63, 4.8e12),
-    )
-}
 
 
 def gpu_named(name: str) -> Gpu | None:

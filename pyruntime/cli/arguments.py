@@ -215,6 +215,17 @@ def take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:
     return value, rest
 
 
+def take_count(argv: list[str], name: str) -> tuple[int | None, list[str]]:
+    """Returns the number, at least 1, of `--name N` or `--na-me N` in `argv` (or None), and the other
+    arguments."""
+    value, rest = take_option(argv, name)
+    if value is None:
+        value, rest = take_option(argv, name.replace("_", "-"))
+    if value is not None and (not value.isdigit() or int(value) < 1):
+        raise ConfigError(f"--{name} must be a number of at least 1, found {value}.")
+    return None if value is None else int(value), rest
+
+
 def first_finding(box: str) -> str:
     """Returns the first paragraph of a message of tyro, as one line without a full stop.
 

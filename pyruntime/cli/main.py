@@ -36,6 +36,7 @@ USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
   schedule   show, check and simulate a pipeline schedule
   profile    time a stage of a model and find the best slices of a sequence for a pipeline
   plan       find the fastest mesh that fits a model into a cluster, before a GPU is rented
+  simulate   run a step on GPUs that are not there, in virtual time, and see what stays exposed
   tune       measure which tier is fastest for a model's linears on this machine, and store it
   members    run the service that joins replicas which come and go into one run
 
@@ -53,6 +54,7 @@ COMMANDS = (
     "schedule",
     "profile",
     "plan",
+    "simulate",
     "tune",
     "members",
 )

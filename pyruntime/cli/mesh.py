@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pyruntime.cli import train
-from pyruntime.cli.arguments import take_option
+from pyruntime.cli.arguments import take_count
 from pyruntime.cli.environment import started_ranks
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.traffic import bytes_of_step
@@ -27,22 +27,13 @@ BYTES = {"bf16": 2, "fp32": 4}
 
 
 def main(argv: list[str]) -> None:
-    ranks, argv = _number(argv, "ranks")
-    per_host, argv = _number(argv, "ranks_per_host")
+    ranks, argv = take_count(argv, "ranks")
+    per_host, argv = take_count(argv, "ranks_per_host")
     config, _ = train.read(argv, ranks, "mesh", DESCRIPTION, others=("ranks", "ranks_per_host"))
     if ranks is None:
         least = mesh_of(config, 1).ranks
         ranks = least if config.parallel.tp is not None else max(least, started_ranks())
     print(report(config, ranks, min(per_host or ranks, ranks)))
-
-
-def _number(argv: list[str], name: str) -> tuple[int | None, list[str]]:
-    value, rest = take_option(argv, name)
-    if value is None:
-        value, rest = take_option(argv, name.replace("_", "-"))
-    if value is not None and (not value.isdigit() or int(value) < 1):
-        raise ConfigError(f"--{name} must be a number of at least 1, found {value}.")
-    return None if value is None else int(value), rest
 
 
 def report(config: RunConfig, ranks: int, per_host: int) -> str:

@@ -7,7 +7,7 @@ from pyruntime.pipeline.actions import Action, Kind, Schedule, with_transfers
 from pyruntime.pipeline.closed_forms import bubble_1f1b, bubble_interleaved, bubble_zb_h1, closed_form_bubble
 from pyruntime.pipeline.plot import png, text
 from pyruntime.pipeline.schedules import KINDS, make_schedule, placement_of
-from pyruntime.pipeline.simulate import Costs, Span, Timeline, simulate
+from pyruntime.pipeline.simulated import Costs, Span, Timeline, simulate
 from pyruntime.pipeline.table import from_csv, to_csv
 from pyruntime.pipeline.validate import ScheduleError, check
 

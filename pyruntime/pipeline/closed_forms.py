@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pyruntime.pipeline.actions import Schedule
-from pyruntime.pipeline.simulate import Costs
+from pyruntime.pipeline.simulated import Costs
 
 
 def bubble_1f1b(ranks: int, forward: float, backward: float) -> float:

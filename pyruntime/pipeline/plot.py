@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from pyruntime.pipeline.actions import Action, Kind
-from pyruntime.pipeline.simulate import Timeline
+from pyruntime.pipeline.simulated import Timeline
 
 SHOWN = {
     Kind.FORWARD: ("forward", "#4c78a8"),

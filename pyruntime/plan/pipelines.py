@@ -1,6 +1,6 @@
 """Costs and memory of a pipeline schedule by formula, for a search among thousands of meshes.
 
-`pyruntime.pipeline.simulate` and `Schedule.peak_in_flight` find the same numbers on complete schedules.
+`pyruntime.pipeline.simulated` and `Schedule.peak_in_flight` find the same numbers on complete schedules.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import assert_never
 from pyruntime.pipeline.actions import Kind
 from pyruntime.pipeline.closed_forms import bubble_1f1b, bubble_interleaved, bubble_zb_h1
 from pyruntime.pipeline.schedules import make_schedule
-from pyruntime.pipeline.simulate import Costs, simulate
+from pyruntime.pipeline.simulated import Costs, simulate
 from pyruntime.pipeline.split import split_layers
 from pyruntime.pipeline.v_schedule import zb_v
 from pyruntime.plan.mesh import Mesh

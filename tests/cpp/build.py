@@ -31,7 +31,7 @@ RING = [
     "transport/host/private_workspace.cpp",
     *sorted(f"transport/ring/{path.name}" for path in (ROOT / "csrc/transport/ring").glob("*.cpp")),
 ]
-# What each test is built with: from csrc, or from tests.
+# What each test is built with, from csrc.
 PROGRAMS = {
     "core/test_arbiter": CORE,
     "core/test_chunk_plan": ["core/chunk_plan.cpp"],
@@ -43,9 +43,7 @@ PROGRAMS = {
     "cpu/test_sift": [],
     "cpu/test_symmetric_memory": [*CORE, "cpu/symmetric_memory.cpp"],
     "cpu/test_tile_order": [],
-    "device/test_streams": [
-        f"tests/device/backend/{each}.cpp" for each in ("clock", "memory", "places", "streams")
-    ],
+    "device/test_streams": [f"sim/{each}.cpp" for each in ("clock/clock", "memory", "places", "streams")],
     "transport/device/test_block_budget": ["transport/device/block_budget.cpp"],
     "transport/ring/test_control_line": RING,
     "transport/ring/test_ring": RING,
@@ -97,7 +95,7 @@ def program(name: str, variant: str) -> Path:
 def recipe(variant: str) -> Recipe:
     """The build of all programs of a variant."""
     flags = ["-std=c++20", "-fopenmp-simd", "-Wall", "-Wextra", "-Winvalid-pch", "-Werror"]
-    flags += [*VARIANTS[variant], f"-I{ROOT}/csrc", f"-I{ROOT}/tests/cpp", f"-I{ROOT}/tests"]
+    flags += [*VARIANTS[variant], f"-I{ROOT}/csrc", f"-I{ROOT}/tests/cpp"]
     flags += [f"-isystem{path}" for path in include_paths()]
     # ninja does not watch system headers; another torch is another command, which compiles everything anew.
     flags.append(f"-DTORCH_OF_THE_BUILD={torch.__version__}")
@@ -128,8 +126,7 @@ def recipe(variant: str) -> Recipe:
     objects: dict[Path, Path] = {}
     for name in (name for name, built in builds() if built == variant):
         sources = [ROOT / "tests/cpp" / f"{name}.cpp", ROOT / "tests/cpp/check.cpp"]
-        for source in PROGRAMS[name]:
-            sources.append(ROOT / source if source.startswith("tests/") else ROOT / "csrc" / source)
+        sources += [ROOT / "csrc" / source for source in PROGRAMS[name]]
         for source in sources:
             if source not in objects:
                 objects[source] = folder / source.relative_to(ROOT).with_suffix(".o")

@@ -3,94 +3,32 @@
 Most tests of this folder run as well on GPUs: with PYRUNTIME_TEST_DEVICE=cuda, which tools/gpu_check.py sets,
 DEVICE is "cuda", ranks share the GPUs that there are, and what only a simulated device can do is refused.
 
-`begin()` makes torch know it in this process: streams and events, memory that the host cannot touch, random
-numbers, all operators of torch (backend/). Its functions are those of torch.cuda that torch
-itself asks of a device.
+The device itself is that of pyruntime/clock/sim_device.py; here is what tests add to it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib.util
 import os
 import types
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch._meta_registrations  # shapes of operators that have them in Python only
 import torch.distributed as dist
 
+from pyruntime.clock import sim_device
 from pyruntime.comm.devices import SHARE
-from tests.device.build import LIBRARY
 
 DEVICE = os.environ.get("PYRUNTIME_TEST_DEVICE", "sim")
 """What the tests of this folder run on: "sim", or "cuda"."""
 
 
-@functools.cache
-def _core() -> types.ModuleType:
+def _core() -> Any:
     if DEVICE != "sim":
         raise RuntimeError(f"This test needs the simulated devices, and PYRUNTIME_TEST_DEVICE is {DEVICE}.")
-    spec = importlib.util.spec_from_file_location("_sim", LIBRARY)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-class _Module(types.ModuleType):
-    """torch.sim."""
-
-    def is_available(self) -> bool:
-        return _core().device_count() > 0
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def device_count(self) -> int:
-        return _core().device_count()
-
-    def current_device(self) -> int:
-        return _core().current_device()
-
-    def set_device(self, device: torch.device | int) -> None:
-        _core().set_device(device if isinstance(device, int) else torch.device(device).index or 0)
-
-    def synchronize(self, device: torch.device | int | None = None) -> None:
-        torch.accelerator.synchronize(device)
-
-    def current_stream(self, device: torch.device | int | None = None) -> torch.Stream:
-        return torch.accelerator.current_stream(device)
-
-    def manual_seed(self, seed: int) -> None:
-        _core().default_generator(_core().current_device()).manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        for device in range(_core().device_count()):
-            _core().default_generator(device).manual_seed(seed)
-
-    def get_rng_state(self, device: torch.device | int | str = "sim") -> torch.Tensor:
-        return _core().default_generator(self._index(device)).get_state()
-
-    def set_rng_state(self, state: torch.Tensor, device: torch.device | int | str = "sim") -> None:
-        _core().default_generator(self._index(device)).set_state(state)
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    @property
-    def default_generators(self) -> tuple[torch.Generator, ...]:
-        return tuple(map(_core().default_generator, range(_core().device_count())))
-
-    def _index(self, device: torch.device | int | str) -> int:
-        if isinstance(device, int):
-            return device
-        index = torch.device(device).index
-        return _core().current_device() if index is None else index
+    return sim_device.core()
 
 
 def begin(devices: int = 1, *, gigabytes: float = 4.0, delays: int = 0) -> types.ModuleType:
@@ -99,14 +37,7 @@ def begin(devices: int = 1, *, gigabytes: float = 4.0, delays: int = 0) -> types
     `delays`: a seed, by which operations begin late; 0 for none."""
     if DEVICE != "sim":
         return torch.get_device_module(DEVICE)
-    if hasattr(torch, "sim"):
-        return torch.sim
-    _core().begin(devices, int(gigabytes * 2**30), delays)
-    torch.utils.rename_privateuse1_backend("sim")
-    module = _Module("torch.sim")
-    torch._register_device_module("sim", module)
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    return module
+    return sim_device.begin(devices, gigabytes=gigabytes, delays=delays)
 
 
 def register_collectives() -> None:

@@ -1,14 +1,20 @@
-"""bench/clock: virtual time follows the order of streams, events and links; a step's account closes."""
+"""pyruntime/clock: virtual time follows the order of streams, events and links; a step's account closes."""
 
 from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import pyruntime
-from bench.clock import account, machine, mirrors, programs, simulate
-from bench.clock.mirrors import Place, mirrored
+from pyruntime.cli import main
 from pyruntime.cli import train as cli
+from pyruntime.clock import device_build, machine_model, mirrors, programs, simulated_step, step_account
+from pyruntime.clock.mirrors import ProgramPlace, mirrored
 from pyruntime.comm import group_name, group_rank
 from pyruntime.comm.ring import Ring
 from pyruntime.pipeline import make_schedule
@@ -40,7 +46,7 @@ def of_four_ranks(group, program: str) -> object:
         begun = core.host_time()
         core.keep_spans(True)
         run(runtime.tp)
-        spans = [each for each in core.take_spans() if each[0] == account.COMPUTING]
+        spans = [each for each in core.take_spans() if each[0] == step_account.COMPUTING]
     return [
         (begin - begun, end - begun, how, what.partition(" of ")[0]) for _, begin, end, how, what, _ in spans
     ]
@@ -128,12 +134,12 @@ class TestPrograms:
         assert before == 3.5
         assert after == 31.0
         assert spans == [
-            (False, 0.0, 1.0, account.HOST),
-            (False, 1.0, 11.0, account.WORK),
-            (False, 11.0, 21.0, account.WORK),
-            (True, 0.0, 2.5, account.HOST),
-            (True, 2.5, 21.0, account.WAIT),
-            (True, 21.0, 31.0, account.WORK),
+            (False, 0.0, 1.0, step_account.HOST),
+            (False, 1.0, 11.0, step_account.WORK),
+            (False, 11.0, 21.0, step_account.WORK),
+            (True, 0.0, 2.5, step_account.HOST),
+            (True, 2.5, 21.0, step_account.WAIT),
+            (True, 21.0, 31.0, step_account.WORK),
         ]
 
     def test_a_link_carries_one_transfer_at_a_time(self, ranks):
@@ -148,8 +154,12 @@ class TestPrograms:
         value, host, spans = run(ranks, "the_host")
         assert value == 0.0
         assert host == 12.0
-        assert spans == [(0.0, 1.0, account.HOST), (1.0, 11.0, account.WORK), (11.0, 12.0, account.HOST),
-                         (12.0, 22.0, account.WORK)]  # fmt: skip
+        assert spans == [
+            (0.0, 1.0, step_account.HOST),
+            (1.0, 11.0, step_account.WORK),
+            (11.0, 12.0, step_account.HOST),
+            (12.0, 22.0, step_account.WORK),
+        ]
 
     def test_what_depends_on_values_is_refused(self, ranks):
         shapes, integers = run(ranks, "values")
@@ -161,9 +171,9 @@ class TestPrograms:
         waits = [(4.0, 9.0), (13.0, 16.0), (20.0, 23.0)]
         work = [(0.0, 4.0), (9.0, 13.0), (16.0, 20.0), (23.0, 27.0)]
         found = run(ranks, "gather", of_four_ranks)
-        assert [(begin, end) for begin, end, how, _ in found if how == account.WAIT] == waits
+        assert [(begin, end) for begin, end, how, _ in found if how == step_account.WAIT] == waits
         assert [(begin, end) for begin, end, _, what in found if what == "aten::mm"] == work
-        assert {what for _, _, how, what in found if how == account.WAIT} == {"rows"}
+        assert {what for _, _, how, what in found if how == step_account.WAIT} == {"rows"}
 
     def test_parts_leave_as_they_are_multiplied(self, ranks):
         # Parts are ready at 4, 8 and 12 and leave until 11, 18 and 25; the rank's own are ready at 16.
@@ -171,24 +181,24 @@ class TestPrograms:
         assert [(begin, end) for begin, end, _, what in found if what == "aten::mm"] == [
             (0.0, 4.0), (4.0, 8.0), (8.0, 12.0), (12.0, 16.0)
         ]  # fmt: skip
-        waits = [(begin, end) for begin, end, how, _ in found if how == account.WAIT]
+        waits = [(begin, end) for begin, end, how, _ in found if how == step_account.WAIT]
         assert (waits[0][0], waits[-1][1]) == (16.0, 27.0)
 
     def test_a_fused_kernel_waits_for_rows_itself(self, ranks):
         # A quarter of its 4 seconds for each rank's rows.
         found = run(ranks, "fused_gather", of_four_ranks)
         assert [(begin, end, how) for begin, end, how, _ in found] == [
-            (0.0, 1.0, account.WORK), (1.0, 9.0, account.WAIT), (9.0, 10.0, account.WORK),
-            (10.0, 16.0, account.WAIT), (16.0, 17.0, account.WORK), (17.0, 23.0, account.WAIT),
-            (23.0, 24.0, account.WORK),
+            (0.0, 1.0, step_account.WORK), (1.0, 9.0, step_account.WAIT), (9.0, 10.0, step_account.WORK),
+            (10.0, 16.0, step_account.WAIT), (16.0, 17.0, step_account.WORK), (17.0, 23.0, step_account.WAIT),
+            (23.0, 24.0, step_account.WORK),
         ]  # fmt: skip
 
     def test_a_fused_kernel_sends_parts_itself(self, ranks):
         # Parts are ready at 1, 2 and 3 and leave until 8, 15 and 22; its own are ready at 4.
         found = run(ranks, "fused_scatter", of_four_ranks)
-        work = [(begin, end) for begin, end, how, _ in found if how == account.WORK]
+        work = [(begin, end) for begin, end, how, _ in found if how == step_account.WORK]
         assert work == [(0.0, 1.0), (1.0, 2.0), (2.0, 3.0), (3.0, 4.0)]
-        assert found[-1][:3] == (4.0, 24.0, account.WAIT)
+        assert found[-1][:3] == (4.0, 24.0, step_account.WAIT)
 
 
 OF_MESSAGES = {
@@ -203,7 +213,7 @@ def of_two_programs(group, axis: str, program: str, gpus_per_host: int) -> list[
     """Two ranks that differ, whose host takes no time and whose only work are GEMMs of 10 seconds. A message
     takes 3 seconds, and arrives 1 second later."""
 
-    def run(place: Place) -> Spent:
+    def run(place: ProgramPlace) -> Spent:
         core = mirrors.begin(lambda kind, sizes: OF_MESSAGES.get(kind, 0.0), 2**30)
         with mirrored({axis: 2, "tp": 1}, place) as runtime:
             return globals()[program](core, getattr(runtime, axis))
@@ -225,7 +235,7 @@ def spent_since(core, begun: float) -> Spent:
     return [
         (begin - begun, end - begun, how, what.rpartition(" of ")[0] or what)
         for stream, begin, end, how, what, _ in spans
-        if stream == account.COMPUTING and end > begun
+        if stream == step_account.COMPUTING and end > begun
     ]
 
 
@@ -264,10 +274,10 @@ def gemms(spent: Spent) -> list[tuple[float, float]]:
 
 
 def waits(spent: Spent) -> list[tuple[float, float, str]]:
-    return [(begin, end, what) for begin, end, how, what in spent if how == account.WAIT]
+    return [(begin, end, what) for begin, end, how, what in spent if how == step_account.WAIT]
 
 
-BUBBLE = account.WORK_OF_ANOTHER
+BUBBLE = step_account.WORK_OF_ANOTHER
 
 
 @pytest.mark.usefixtures("simulated")
@@ -299,12 +309,12 @@ class TestRanksThatDiffer:
 FLAGS = ["--config", "tiny", "--train.batch_size", "4", "--train.micro_batch_size", "2"]
 
 
-def a_step(group, flags: list[str], gpus: int) -> simulate.Simulated:
+def a_step(group, flags: list[str], gpus: int) -> simulated_step.Simulated:
     config, _ = cli.read([*FLAGS, *flags], gpus)
-    return simulate.simulate(config, machine.find("h100"), gpus)
+    return simulated_step.simulate(config, machine_model.find("h100"), gpus)
 
 
-def simulated_step(ranks, *flags: str, gpus: int = 2) -> simulate.Simulated:
+def step_of(ranks, *flags: str, gpus: int = 2) -> simulated_step.Simulated:
     (outcome,) = ranks.launch(a_step, 1, list(flags), gpus, init=False, timeout=120.0)
     assert outcome.error is None, outcome.error
     return outcome.value
@@ -317,7 +327,7 @@ def refused_step(ranks, *flags: str, gpus: int) -> str:
 
 @pytest.mark.usefixtures("simulated")
 def test_a_step_of_the_trainer_closes_and_is_the_same_in_every_run(ranks):
-    one, again = (simulated_step(ranks, "--parallel.tp", "2") for _ in range(2))
+    one, again = (step_of(ranks, "--parallel.tp", "2") for _ in range(2))
     assert one.record() == again.record()
     parts = sum(one.account.computing.values()), one.account.exposed, one.account.host
     assert sum(parts) == pytest.approx(one.account.step, rel=1e-9)
@@ -327,8 +337,8 @@ def test_a_step_of_the_trainer_closes_and_is_the_same_in_every_run(ranks):
 
 @pytest.mark.usefixtures("simulated")
 def test_a_step_of_zero_3_waits_for_another_stream_or_not_at_all(ranks):
-    found = simulated_step(ranks, "--parallel.tp", "1", "--parallel.dp", "2", "--parallel.zero", "3")
-    assert account.by(found.account.waits, 0).keys() <= {account.OTHER_STREAM, "dp"}
+    found = step_of(ranks, "--parallel.tp", "1", "--parallel.dp", "2", "--parallel.zero", "3")
+    assert step_account.by(found.account.waits, 0).keys() <= {step_account.OTHER_STREAM, "dp"}
     assert found.account.exposed > 0
     assert found.workspace_bytes > 0
 
@@ -344,7 +354,7 @@ def test_meshes_without_a_model_are_refused(ranks):
 @pytest.mark.second_tier("zb-h1")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_step_of_a_pipeline_closes_on_every_stage(ranks, schedule):
-    found = simulated_step(ranks, "--parallel.pp", "2", "--pipeline.kind", schedule)
+    found = step_of(ranks, "--parallel.pp", "2", "--pipeline.kind", schedule)
     assert [each.at for each in found.programs] == [{"pp": 0, "cp": 0}, {"pp": 1, "cp": 0}]
     steps = {each.account.step for each in found.programs}
     assert len(steps) == 1
@@ -355,50 +365,78 @@ def test_a_step_of_a_pipeline_closes_on_every_stage(ranks, schedule):
 @pytest.mark.second_tier
 def test_a_step_over_two_hosts_waits_longer_than_over_one(ranks):
     of_dp = "--parallel.tp", "1", "--parallel.dp", "16", "--parallel.zero", "3", "--train.batch_size", "32"
-    far = simulated_step(ranks, *of_dp, gpus=16)
-    near = simulated_step(ranks, *of_dp[:3], "8", *of_dp[4:-1], "16", gpus=8)
+    far = step_of(ranks, *of_dp, gpus=16)
+    near = step_of(ranks, *of_dp[:3], "8", *of_dp[4:-1], "16", gpus=8)
     assert sum(far.account.waits.values()) > sum(near.account.waits.values())
-    assert account.by(far.account.waits, 1)["numbers"] == pytest.approx(machine.find("h100").exchanged(2))
+    assert step_account.by(far.account.waits, 1)["numbers"] == pytest.approx(
+        machine_model.find("h100").exchanged(2)
+    )
 
 
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.second_tier
 def test_a_step_of_a_ring_closes_on_every_rank(ranks):
-    found = simulated_step(ranks, "--parallel.tp", "1", "--parallel.cp", "2", "--parallel.zero", "3")
+    found = step_of(ranks, "--parallel.tp", "1", "--parallel.cp", "2", "--parallel.zero", "3")
     assert [each.at for each in found.programs] == [{"pp": 0, "cp": 0}, {"pp": 0, "cp": 1}]
-    assert {each[0] for each in found.account.waits} <= {"cp", "dp", "all", account.OTHER_STREAM}
+    assert {each[0] for each in found.account.waits} <= {"cp", "dp", "all", step_account.OTHER_STREAM}
+
+
+@pytest.mark.usefixtures("simulated")
+def test_the_command_keeps_a_line_a_command_and_the_streams_of_the_step(tmp_path):
+    kept, trace = tmp_path / "kept.json", tmp_path / "trace.json"
+    command = [sys.executable, "-m", "pyruntime", "simulate", *FLAGS, "--gpus", "2", "--json", str(kept)]
+    for more in (["--parallel.tp", "2"], ["--parallel.tp", "2", "--trace", str(trace)]):
+        done = subprocess.run([*command, *more], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    (line,) = json.loads(kept.read_text())["results"]
+    assert line["command"] == f"{shlex.join(FLAGS[:2])} --gpus 2 {shlex.join(FLAGS[2:])} --parallel.tp 2"
+    events = json.loads(trace.read_text())["traceEvents"]
+    on_stream = [each["dur"] * 1e-6 for each in events if each.get("tid") == "computing"]
+    assert sum(on_stream) == pytest.approx(line["step_s"] - line["host_s"])
+    assert f"{line['step_s']:.4g} s, {line['tokens']} tokens" in done.stdout
+
+
+def test_what_a_first_run_needs_is_said(tmp_path, monkeypatch, capsys):
+    assert main(["simulate", *FLAGS]) == 2
+    monkeypatch.setenv("CXX", "no-compiler")
+    with pytest.raises(ValueError, match=r"no compiler 'no-compiler' was found; install g\+\+"):
+        device_build.build()
+    monkeypatch.setattr(device_build, "SOURCES", tmp_path)
+    with pytest.raises(ValueError, match="is not there; install pyruntime again"):
+        device_build.build()
+    assert "simulate needs the number of GPUs, --gpus N" in capsys.readouterr().err
 
 
 def test_a_step_is_what_its_spans_are():
     spans = [
-        (0, 0.0, 4.0, account.WORK, "aten::mm", "layers.*.w"),
-        (0, 4.0, 5.0, account.WAIT, "rows of 7 (tp)", "layers.*.w: all_gather_matmul"),
-        (0, 5.0, 5.5, account.WORK, "await", ""),
-        (0, 5.5, 9.0, account.HOST, "the host", ""),
-        (3, 0.0, 9.0, account.WORK, "aten::mm", "on another stream"),
-        (0, 9.0, 12.0, account.WORK, "aten::mm", "after the step"),
+        (0, 0.0, 4.0, step_account.WORK, "aten::mm", "layers.*.w"),
+        (0, 4.0, 5.0, step_account.WAIT, "rows of 7 (tp)", "layers.*.w: all_gather_matmul"),
+        (0, 5.0, 5.5, step_account.WORK, "await", ""),
+        (0, 5.5, 9.0, step_account.HOST, "the host", ""),
+        (3, 0.0, 9.0, step_account.WORK, "aten::mm", "on another stream"),
+        (0, 9.0, 12.0, step_account.WORK, "aten::mm", "after the step"),
     ]
-    found = account.of_step(spans, 1.0, 9.0, {"7": "tp"})
+    found = step_account.of_step(spans, 1.0, 9.0, {"7": "tp"})
     assert (found.step, found.exposed, found.host) == (8.0, 1.5, 3.5)
     assert found.computing == {("aten::mm", "layers.*.w"): 3.0}
     assert found.waits == {("tp", "rows", "layers.*.w: all_gather_matmul"): 1.0}
 
 
 def test_spans_with_holes_are_no_account():
-    spans = [(0, 0.0, 1.0, account.WORK, "a", ""), (0, 2.0, 3.0, account.WORK, "b", "")]
+    spans = [(0, 0.0, 1.0, step_account.WORK, "a", ""), (0, 2.0, 3.0, step_account.WORK, "b", "")]
     with pytest.raises(ValueError, match=r"cover 2\.0 s of a step of 3\.0 s"):
-        account.of_step(spans, 0.0, 3.0, {})
+        step_account.of_step(spans, 0.0, 3.0, {})
 
 
 def test_a_large_gemm_reaches_the_efficiency_of_the_cluster():
-    h100 = machine.find("h100")
-    n = machine.LARGE
+    h100 = machine_model.find("h100")
+    n = machine_model.LARGE
     reached = 2 * n**3 / h100.gemm(n, n, n) / h100.cluster.peak_flops
     assert reached == pytest.approx(h100.cluster.efficiency, rel=0.01)
 
 
 def test_gemms_that_fill_fewer_multiprocessors_are_slower():
-    h100 = machine.find("h100")
+    h100 = machine_model.find("h100")
 
     def rate(m: int, n: int, k: int) -> float:
         return m * n * k / h100.gemm(m, n, k)
@@ -411,8 +449,8 @@ def test_gemms_that_fill_fewer_multiprocessors_are_slower():
 
 
 def test_work_without_a_model_is_refused():
-    h100 = machine.find("h100")
+    h100 = machine_model.find("h100")
     with pytest.raises(ValueError, match=r"'teleport' has no model on h100; models: call, event"):
         h100.seconds("teleport", [1])
     with pytest.raises(ValueError, match=r"There is no machine 'b200'; there are: h100"):
-        machine.find("b200")
+        machine_model.find("b200")

@@ -14,7 +14,7 @@ from pyruntime.pipeline import (
     simulate,
     with_transfers,
 )
-from pyruntime.pipeline.simulate import Costs
+from pyruntime.pipeline.simulated import Costs
 
 F, B, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "check.h"
-#include "device/backend/memory.h"
-#include "device/backend/streams.h"
+#include "sim/memory.h"
+#include "sim/streams.h"
 
 namespace sim {
 

@@ -1,0 +1,54 @@
+"""`python -m pyruntime simulate`: a step of a run on GPUs that nobody has, by a table of what they take."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from pyruntime.cli import train
+from pyruntime.cli.arguments import take_count, take_option, writing
+from pyruntime.train.errors import ConfigError, refusing
+
+DESCRIPTION = """Runs a step of the trainer in virtual time, on --gpus N GPUs of which none need be there: the
+real program, call by call, on a simulated GPU that takes the seconds of a table and computes nothing. It
+prints which part of the step no computation hides, and behind which module. Takes the options of train
+(--config FILE.toml or a preset, --section.key value), and --machine NAME (default h100), --json FILE, which
+keeps the figures, a line a command, and --trace FILE, the step's streams for chrome://tracing and Perfetto.
+The first run compiles the simulated GPU, which takes minutes, a C++ compiler and ninja."""
+OWN = ("gpus", "machine", "json", "trace")
+
+
+def main(argv: list[str]) -> None:
+    gpus, of_run = take_count(argv, "gpus")
+    machine, of_run = take_option(of_run, "machine")
+    kept, of_run = take_option(of_run, "json")
+    trace, of_run = take_option(of_run, "trace")
+    config, name = train.read(of_run, gpus, "simulate", DESCRIPTION, others=OWN)
+    if gpus is None:
+        raise ConfigError("simulate needs the number of GPUs, --gpus N.")
+
+    from pyruntime.clock import device_build, simulated_step  # import the model, which --help does not need
+    from pyruntime.clock.machine_model import find
+
+    with refusing():
+        table = find(machine or "h100")
+        device_build.build()
+        found = simulated_step.simulate(config, table, gpus, keeps_spans=trace is not None)
+    print(f"{name}\n{simulated_step.words(found)}")
+    if trace:
+        with writing(f"--trace: {trace}"):
+            Path(trace).write_text(json.dumps(simulated_step.chrome_trace(found)), encoding="utf-8")
+    if kept:
+        _, flags = take_option(of_run, "config")
+        command = shlex.join(["--config", name, "--gpus", str(gpus), *flags])
+        with refusing("--json: "), writing(f"--json: {kept}"):
+            _keep(Path(kept), {"command": command, **found.record()})
+
+
+def _keep(path: Path, line: dict[str, object]) -> None:
+    """Adds a line to the file, in place of what the same command found before."""
+    lines = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
+    lines = [*(each for each in lines if each["command"] != line["command"]), line]
+    text = ",\n  ".join(map(json.dumps, lines))
+    path.write_text(f'{{\n "results": [\n  {text}\n ]\n}}\n', encoding="utf-8")
