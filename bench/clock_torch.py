@@ -1,0 +1,283 @@
+"""Runs a step of PyTorch's own parallelism in virtual time, to stand beside `python -m pyruntime simulate`.
+
+    python -m bench.clock_torch --config llama3-8b --gpus 8 --parallel.tp 8 --parallel.dp 1 --parallel.zero 0
+
+A Llama of nn.Linear (bench/common/plain_llama.py) with DTensor's tensor and sequence parallelism and FSDP2,
+laid out and prefetched as torchtitan does, on the simulated GPU of pyruntime/clock. The same table prices
+GEMMs, attention, launches and the collectives, which run on a stream of their group as NCCL's do. What
+torch.compile fuses is one launch each way here: norms, rotary embedding, SwiGLU and the loss.
+
+Torch is favoured: nothing is charged for what DTensor and FSDP do in Python, nor for the multiprocessors that
+NCCL takes from GEMMs; weights are bf16 without a copy in fp32, so AdamW moves less than ours; gradients
+travel in bf16; norms' gradients are not summed over tensor-parallel ranks. With data-parallel ranks
+parallel.zero 3 frees weights after the forward pass, and lower stages keep them until the backward pass has
+read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from bench.common import plain_llama
+from bench.common.plain_llama import FeedForward, PlainLlama, Shape
+from pyruntime.cli import train
+from pyruntime.cli.arguments import take_count, take_option
+from pyruntime.clock import device_build, mirrors
+from pyruntime.clock.machine_model import Machine, find
+from pyruntime.clock.mirrors import ProgramPlace, mirrored
+from pyruntime.clock.sim_device import core
+from pyruntime.clock.simulated_step import Program, Simulated, axes_of_groups, named_places, words
+from pyruntime.clock.step_account import COMPUTING, Span, of_step
+from pyruntime.comm import Runtime
+from pyruntime.train.resolved import ResolvedRun, check
+
+STEPS = 4
+"""The third counts."""
+AXES = ("dp", "tp")
+
+
+def touch(name: str, *tensors: Tensor) -> None:
+    """Launches what reads or writes these tensors."""
+    core().touch(name, sum(each.numel() * each.element_size() for each in tensors))
+
+
+class OneLaunch(torch.autograd.Function):
+    """An elementwise function, as torch.compile makes it: one launch forward, which reads its inputs and
+    writes a result like the first, and one backward, which reads inputs and gradient, and writes a gradient
+    of each."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, *inputs: Tensor) -> Tensor:
+        result = torch.empty_like(inputs[0])
+        touch(name, *inputs, result)
+        ctx.name = name
+        ctx.save_for_backward(*inputs)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = [torch.empty_like(each) for each in ctx.saved_tensors]
+        touch(f"{ctx.name} backward", gradient, *ctx.saved_tensors, *gradients)
+        return None, *gradients
+
+
+class Rope(torch.autograd.Function):
+    """One launch each way, which reads and writes a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = torch.empty_like(x)
+        touch("rope", x, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return Rope.forward(ctx, gradient)
+
+
+class Loss(torch.autograd.Function):
+    """The mean loss of logits [rows, V / P], whose columns a group may hold: a launch that reads them twice,
+    and one that reads and writes them; over the group, the largest logit, exponentials' sum, a label's."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        rows = torch.empty(len(logits), device=logits.device)
+        touch("loss", logits, logits, rows)
+        if group is not None:
+            for _ in range(3):
+                dist.all_reduce(rows, group=group)
+        ctx.save_for_backward(logits)
+        return rows.sum() / len(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (logits,) = ctx.saved_tensors
+        result = torch.empty_like(logits)
+        touch("loss backward", logits, result)
+        return result, None
+
+
+class Norm(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return OneLaunch.apply("rms_norm", x, self.weight)
+
+
+@contextlib.contextmanager
+def fused() -> Iterator[None]:
+    """Lets the plain model compute what torch.compile fuses in one launch."""
+
+    def feed_forward(self: FeedForward, x: Tensor) -> Tensor:
+        return self.down(OneLaunch.apply("swiglu", self.gate(x), self.up(x)))
+
+    with (
+        mock.patch.object(plain_llama, "rotate", lambda x, cos, sin: Rope.apply(x)),
+        mock.patch.object(FeedForward, "forward", feed_forward),
+    ):
+        yield
+
+
+def build(run: ResolvedRun, runtime: Runtime) -> PlainLlama:
+    """Returns the model, cut over the axes of the mesh; its weights have no values."""
+    shape, train = run.shape, run.config.train
+    assert train.micro_batch_size is not None
+    sizes = Shape(
+        shape.hidden_size,
+        shape.num_hidden_layers,
+        shape.num_attention_heads,
+        shape.num_key_value_heads,
+        shape.intermediate_size,
+        shape.vocab_size,
+        train.seq_len,
+        train.micro_batch_size,
+        run.micro_batches,
+    )
+    with torch.device("meta"), mock.patch.object(nn.init, "normal_"):
+        model = PlainLlama(sizes, torch.bfloat16)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.RMSNorm):
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, Norm(module.weight))
+    if run.mesh.tp > 1:
+        _cut_over_tp(model, runtime)
+    if run.mesh.dp > 1:
+        _cut_over_dp(model, runtime, frees=run.config.parallel.zero == 3)
+    model.to_empty(device="sim")
+    if train.activation_checkpointing == "full":
+        for block in model.blocks:
+            forward = block.forward
+            block.forward = lambda *inputs, forward=forward: checkpoint(
+                forward, *inputs, use_reentrant=False, preserve_rng_state=False
+            )
+    return model
+
+
+def _cut_over_tp(model: PlainLlama, runtime: Runtime) -> None:
+    mesh = runtime.mesh["tp"]
+    rows, whole = Shard(1), Replicate()
+    head = ColwiseParallel(input_layouts=rows, output_layouts=Shard(-1))
+    embedding = RowwiseParallel(input_layouts=whole, output_layouts=rows)
+    parallelize_module(model, mesh, {"embedding": embedding, "head": head})
+    plan = {
+        "attention": PrepareModuleInput(
+            input_layouts=(rows, None, None), desired_input_layouts=(whole, None, None)
+        ),
+        **dict.fromkeys(("attention.q", "attention.k", "attention.v"), ColwiseParallel()),
+        "attention.o": RowwiseParallel(output_layouts=rows),
+        "ffn": PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,)),
+        **dict.fromkeys(("ffn.gate", "ffn.up"), ColwiseParallel()),
+        "ffn.down": RowwiseParallel(output_layouts=rows),
+    }
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+
+
+def _cut_over_dp(model: PlainLlama, runtime: Runtime, *, frees: bool) -> None:
+    """As torchtitan: each block, the embedding, and norm and head together, which are not freed."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    options: dict[str, Any] = {"mesh": runtime.mesh["dp"], "mp_policy": policy}
+    fully_shard(model.embedding, reshard_after_forward=frees, **options)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=frees, **options)
+    fully_shard([model.norm, model.head], reshard_after_forward=False, **options)
+    fully_shard(model, **options)
+
+
+def step(model: PlainLlama, optimizer: torch.optim.Optimizer, run: ResolvedRun, runtime: Runtime) -> None:
+    """Micro-batches forward and backward, clipping, AdamW; ends when the device has done it."""
+    train, tp = run.config.train, runtime.mesh["tp"].get_group() if run.mesh.tp > 1 else None
+    ids = torch.empty(train.micro_batch_size or 0, train.seq_len, dtype=torch.int64, device="sim")
+    for number in range(run.micro_batches):
+        if run.mesh.dp > 1:
+            model.set_requires_gradient_sync(number == run.micro_batches - 1)
+        Loss.apply(model(ids).flatten(0, 1), tp).backward()
+    (group,) = optimizer.param_groups
+    for weight, each in zip(group["params"], model.parameters(), strict=True):
+        assert each.grad is not None
+        gradient, each.grad = each.grad, None
+        if isinstance(gradient, DTensor):  # the embedding's is whole on every tensor-parallel rank
+            gradient = gradient.redistribute(placements=each.placements)
+        weight.grad = _own(gradient)
+    gradients = [each.grad for each in group["params"]]
+    norm = torch.stack(torch._foreach_norm(gradients)).norm()
+    dist.all_reduce(norm)
+    torch._foreach_mul_(gradients, norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    torch.accelerator.synchronize()
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Returns this rank's part, which AdamW takes: it takes no DTensors beside plain ones."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def simulate(run: ResolvedRun, machine: Machine, gpus: int) -> Simulated:
+    """Runs STEPS steps in this process. After `device_build.build`."""
+    began = time.monotonic()
+    memory = machine.cluster.memory_bytes - machine.cluster.process_bytes
+    clock = mirrors.begin(machine.seconds, memory)
+    axes = {name: size for name in AXES if (size := getattr(run.mesh, name)) > 1 or name == "tp"}
+    place = ProgramPlace({}, machine.cluster.gpus_per_node)
+    with mirrored(axes, place, machine.exchanged) as runtime, fused():
+        model = build(run, runtime)
+        owned = [_own(each.detach()) for each in model.parameters()]
+        optimizer = torch.optim.AdamW(owned, lr=1e-4, fused=True)
+        marks, spans = [0.0], list[Span]()
+        with named_places(clock, model):
+            clock.keep_spans(True)
+            for _ in range(STEPS):
+                step(model, optimizer, run, runtime)
+                marks.append(clock.host_time())
+                spans += [each for each in clock.take_spans() if each[0] == COMPUTING]
+        account = of_step(spans, *marks[2:4], axes_of_groups(runtime))
+        used = torch.accelerator.max_memory_allocated()
+    flops = run.flops_per_token * run.tokens_per_step
+    program = Program({}, account, used, 0, run.tokens_per_step, flops, None, frozenset(), ())
+    mfu = flops / account.step / (gpus * machine.cluster.peak_flops)
+    return Simulated(machine.name, gpus, (program,), mfu, memory - used, time.monotonic() - began)
+
+
+def main(argv: list[str]) -> int:
+    gpus, of_run = take_count(argv, "gpus")
+    machine, of_run = take_option(of_run, "machine")
+    try:
+        if gpus is None:
+            raise ValueError("give the number of GPUs, --gpus N.")
+        config, name = train.read(of_run, gpus, "simulate", __doc__ or "", others=("gpus", "machine"))
+        run = check(config, gpus)
+        if run.mesh.ranks != math.prod(getattr(run.mesh, each) for each in AXES):
+            raise ValueError(f"only {' and '.join(AXES)} are cut here; found {run.mesh}.")
+        device_build.build()
+        found = simulate(run, find(machine or "h100"), gpus)
+    except ValueError as error:
+        print(f"bench.clock_torch: {error}", file=sys.stderr)
+        return 2
+    print(f"{name}, torch's order of calls\n{words(found)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
