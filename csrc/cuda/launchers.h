@@ -158,6 +158,18 @@ PYRUNTIME_API int pyruntime_matmul_reduce_scatter(const PyruntimeGroup* group, c
    the slot's earlier content. */
 PYRUNTIME_API int pyruntime_put(const PyruntimeGroup* group, const void* from, int64_t bytes, int32_t peer,
                                 int64_t offset, int32_t first, int32_t flags, void* stream);
+typedef struct {
+  const void* from;
+  int64_t bytes;
+  int32_t peer;
+  int64_t offset;
+  int32_t first, flags;
+} PyruntimePut;
+
+/* Does what pyruntime_put() does for each of at most PYRUNTIME_MOST_RANKS puts, but waits once, before the
+   first, and raises the flags of all behind the last. */
+PYRUNTIME_API int pyruntime_put_together(const PyruntimeGroup* group, const PyruntimePut* puts, int32_t count,
+                                         void* stream);
 /* Passes a piece of `origin` on to `peer`. Waits, on the device, until the `flags` flags of `origin` from
    `first` on are raised in this rank's slot. Then puts `bytes` of the slot, from byte `offset` of its data
    on, at the same place in the slot of `peer`, and raises the flags of `origin` there. It is a put of this
@@ -171,6 +183,9 @@ PYRUNTIME_API int pyruntime_finish(const PyruntimeGroup* group, void* stream);
 /* Waits, on the device, until `peer` has raised its `flags` flags from `first` on in this rank's slot. */
 PYRUNTIME_API int pyruntime_await(const PyruntimeGroup* group, int32_t peer, int32_t first, int32_t flags,
                                   void* stream);
+/* Waits in one launch until all other ranks have raised these flags. */
+PYRUNTIME_API int pyruntime_await_all(const PyruntimeGroup* group, int32_t first, int32_t flags,
+                                      void* stream);
 /* Sets *data to the start of the data of this rank's slot. */
 PYRUNTIME_API int pyruntime_slot_data(const PyruntimeGroup* group, void** data);
 /* Returns 1 if the stream is being captured into a graph, else 0. */

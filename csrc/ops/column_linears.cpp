@@ -99,7 +99,8 @@ Tensors all_gather_matmul_backward(at::TensorList grads, const at::Tensor& x_giv
   std::optional<GatherMatmul> gather;
   // A tuned number of chunks applies to the rows that are multiplied, not to these.
   if (need_dw && !gathered) {
-    const Route again{route.group, route.rows, {route.tier.tier}, route.wire};
+    Route again{route.group, route.rows, {route.tier.tier}, route.wire};
+    again.together = !x.data.is_cpu();
     const bool keeps = std::ranges::any_of(weights, has_sink_that_keeps);
     gather.emplace(again, Op::kAllGather, x, keeps ? RowsAre::kKept : RowsAre::kLent);
   }

@@ -59,8 +59,9 @@ void GatherMatmul::publish() {
       const Spending copying(*context_, Entered::kCopy, name_of(op_), /*peer=*/-1, shard_.data.device());
       wire.write(own_rows(shard_.data, chunk), flight_->memory(chunk));
     }
-    flight_->publish(chunk);
+    if (!route_.together) flight_->publish(chunk);
   }
+  if (route_.together) flight_->publish_together(flight_->own());
   if (!wire.rounds()) return;
   // Only when all of it has left.
   const Spending rounding(*context_, Entered::kCopy, name_of(op_), /*peer=*/-1, shard_.data.device());
@@ -70,7 +71,7 @@ void GatherMatmul::publish() {
 
 void GatherMatmul::multiply(const std::vector<Gemm>& gemms, bool transposed) {
   if (gemms.empty()) return;
-  if (route_.tier.tier == Tier::kChunked) return multiply_chunks(gemms, transposed);
+  if (route_.tier.tier == Tier::kChunked && !route_.together) return multiply_chunks(gemms, transposed);
   for (const Gemm& gemm : gemms) {
     if (route_.tier.tier == Tier::kFused) {
       multiply_fused(gemm, transposed);
@@ -134,9 +135,13 @@ const at::Tensor& GatherMatmul::rows() {
 }
 
 at::Tensor GatherMatmul::lent() const {
-  const at::Tensor& own = shard_.data;
   const bool may_stay = rows_are_ == RowsAre::kLent && route_.tier.tier != Tier::kUnfused && flight_;
-  if (!may_stay || own.is_cpu() || route_.wire.rounds() || shard_.blocks != 1) return {};
+  return may_stay ? in_order() : at::Tensor();
+}
+
+at::Tensor GatherMatmul::in_order() const {
+  const at::Tensor& own = shard_.data;
+  if (own.is_cpu() || route_.wire.rounds() || shard_.blocks != 1) return {};
   const int64_t row_bytes = shard_.inner * shard_.width * own.element_size();
   char* first = nullptr;
   for (const Chunk& part : flight_->order()) {
@@ -154,14 +159,31 @@ at::Tensor GatherMatmul::lent() const {
 
 at::Tensor GatherMatmul::collect() {
   if (at::Tensor all = lent(); all.defined()) {
-    for (const Chunk& part : flight_->order()) {
-      if (part.owner != own_.owner && counted_.count(part.begin) == 0) arrived(part);
-    }
+    wait_for_all();
     return all;
   }
   at::Tensor all = empty_rows(route_.rows);
+  if (const at::Tensor here = in_order(); here.defined()) {
+    wait_for_all();
+    const Spending copying(*context_, Entered::kCopy, name_of(op_), /*peer=*/-1, shard_.data.device());
+    return all.copy_(here);
+  }
   for (const Chunk& part : flight_->order()) read(part, shard_.rows_of(all, part));
   return all;
+}
+
+void GatherMatmul::wait_for_all() {
+  std::vector<Chunk> others;
+  int64_t bytes = 0;
+  for (const Chunk& part : flight_->order()) {
+    if (part.owner == own_.owner || !counted_.insert(part.begin).second) continue;
+    others.push_back(part);
+    bytes += static_cast<int64_t>(flight_->memory(part).nbytes());
+  }
+  if (others.empty()) return;
+  Reading reading(*context_, op_, others.size() == 1 ? others[0].owner : -1, begun_, shard_.data.device());
+  flight_->wait_together(others);
+  reading.came(bytes, flight_->travelled(others.back()));
 }
 
 at::Tensor GatherMatmul::other_rows() {
@@ -212,6 +234,7 @@ void GatherMatmul::read(const Chunk& chunk, const at::Tensor& out) {
 }
 
 at::Tensor GatherMatmul::empty_rows(int64_t rows) const {
+  if (memory_.defined() && rows == route_.rows) return memory_;
   return at::empty({shard_.blocks, rows * shard_.inner, shard_.width}, shard_.data.options());
 }
 

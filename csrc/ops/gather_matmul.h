@@ -48,6 +48,8 @@ class GatherMatmul {
                    const std::function<void(const Chunk& part, const at::Tensor& rows)>& use);
   // All rows in order, [blocks, rows * inner, width]; the shard itself in a group of one rank.
   const at::Tensor& rows();
+  // Where rows() will be, if they need memory of their own; only before the first chunk is read.
+  void keep_in(const at::Tensor& memory) { memory_ = memory; }
   // This rank's place among all rows.
   const Chunk& own() const { return own_; }
   // This rank's rows as all ranks read them, [blocks, own rows * inner, width].
@@ -69,8 +71,13 @@ class GatherMatmul {
   // Reads the chunk's rows into `out`, which has their form.
   void read(const Chunk& chunk, const at::Tensor& out);
   at::Tensor empty_rows(int64_t rows) const;
-  // All rows in the transport's memory, arrived or not; undefined if they may not be lent or do not lie so.
+  // All rows in the transport's memory, arrived or not; undefined if they do not lie there in order, or not in
+  // their dtype.
+  at::Tensor in_order() const;
+  // The same, if they may be lent.
   at::Tensor lent() const;
+  // Waits for all chunks of other ranks that have not been counted yet.
+  void wait_for_all();
   at::Tensor collect();
 
   Route route_;
@@ -79,6 +86,7 @@ class GatherMatmul {
   RowsAre rows_are_;
   Chunk own_;
   at::Tensor rows_;
+  at::Tensor memory_;  // see keep_in()
   bool multiplied_ = false;
   std::set<int64_t> counted_;  // first rows of chunks already counted, so none counts twice
   // Empty in a group of one rank, and once all rows have been copied.

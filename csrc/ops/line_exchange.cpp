@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "transport/flights.h"
-
 namespace pyruntime {
 
 namespace {
@@ -35,31 +33,6 @@ std::unique_ptr<GatherFlight> gather_lines(Transport& transport, Op op, int64_t 
   descriptor.holder = holder;
   descriptor.agreement = agreement;
   return transport.gather(descriptor);
-}
-
-// `order` as it is on the CPU; on a device, joined where `memory_of` gives one piece of memory.
-template <class MemoryOf>
-std::vector<JoinedChunk> joined_on(c10::Device device, const std::vector<Chunk>& order, MemoryOf memory_of) {
-  std::vector<JoinedChunk> result;
-  if (device.is_cpu()) {
-    for (const Chunk& chunk : order) result.push_back({chunk, {chunk}});
-    return result;
-  }
-  std::vector<const char*> memory;
-  int64_t row_bytes = 0;
-  for (const Chunk& chunk : order) {
-    const at::Tensor rows = memory_of(chunk);
-    memory.push_back(static_cast<const char*>(rows.const_data_ptr()));
-    if (chunk.rows > 0) row_bytes = static_cast<int64_t>(rows.nbytes()) / chunk.rows;
-  }
-  for (const std::vector<size_t>& run : joined(order, memory, row_bytes)) {
-    JoinedChunk& all = result.emplace_back();
-    for (const size_t place : run) all.chunks.push_back(order[place]);
-    all.lines = *std::ranges::min_element(all.chunks, {}, &Chunk::begin);
-    all.lines.rows = 0;
-    for (const Chunk& chunk : all.chunks) all.lines.rows += chunk.rows;
-  }
-  return result;
 }
 
 }  // namespace
@@ -127,11 +100,11 @@ bool LineGather::has_come() const {
 
 at::Tensor LineGather::chunk(size_t chunk) {
   const JoinedChunk& wanted = chunks_.at(chunk);
-  for (const Chunk& each : wanted.chunks) {
-    Reading reading(transport_.context(), Op::kAllGather, each.owner, begun_, device_);
-    flight_->wait(each);
-    reading.came(static_cast<int64_t>(flight_->memory(each).nbytes()), flight_->travelled(each));
-  }
+  Reading reading(transport_.context(), Op::kAllGather, wanted.chunks.size() == 1 ? wanted.lines.owner : -1,
+                  begun_, device_);
+  flight_->wait_together(wanted.chunks);
+  reading.came(static_cast<int64_t>(flight_->memory(wanted.lines).nbytes()),
+               flight_->travelled(wanted.chunks.back()));
   return flight_->memory(wanted.lines).select(0, 0);
 }
 

@@ -16,15 +16,10 @@
 #include <string>
 #include <vector>
 
+#include "transport/flights.h"
 #include "transport/group.h"
 
 namespace pyruntime {
-
-// Some chunks of a flight, joined: see joined().
-struct JoinedChunk {
-  Chunk lines;  // all of them; its owner is the first one's
-  std::vector<Chunk> chunks;
-};
 
 // A reduce-scatter or all-reduce: every rank writes its part of all lines; each owner gets its own sums.
 class LineScatter {

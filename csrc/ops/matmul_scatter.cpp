@@ -25,7 +25,7 @@ MatmulScatter::MatmulScatter(const Route& route, Parts parts, bool all)
     publish_all(multiply_all({}));
     finish();
   } else {
-    publish_chunks();
+    publish_chunks(route.together);
   }
 }
 
@@ -83,13 +83,15 @@ void MatmulScatter::publish_all(const at::Tensor& parts) {
   }
 }
 
-void MatmulScatter::publish_chunks() {
+void MatmulScatter::publish_chunks(bool together) {
   const std::vector<WeightGemm> own = parts_.products == nullptr ? gemms() : std::vector<WeightGemm>();
   const std::vector<WeightGemm>& products = parts_.products == nullptr ? own : *parts_.products;
   if (parts_.prepare) parts_.prepare(flight_->order());
-  for (const Chunk& chunk : flight_->order()) {
-    write(products, flight_->part(chunk), chunk, {});
-    flight_->publish(chunk);
+  const c10::Device device = parts_.operands.front().data.device();
+  const auto memory_of = [&](const Chunk& chunk) { return flight_->part(chunk); };
+  for (const JoinedChunk& run : joined_on(together ? device : c10::kCPU, flight_->order(), memory_of)) {
+    write(products, flight_->part(run.lines), run.lines, {});
+    flight_->publish_together(run.chunks);
   }
 }
 

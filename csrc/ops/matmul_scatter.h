@@ -59,7 +59,7 @@ class MatmulScatter {
              const at::Tensor& bias) const;
   at::Tensor multiply_all(const at::Tensor& bias) const;
   void publish_all(const at::Tensor& parts);
-  void publish_chunks();
+  void publish_chunks(bool together);
   at::Tensor multiply_fused(const std::string& tiles);
   at::Tensor empty(int64_t rows) const;
   void end_with(at::Tensor sums);

@@ -8,20 +8,22 @@
 // Autograd runs the backward steps in the reverse order of the forward ones (by its nodes' sequence numbers).
 // So whatever ran between a begin and an end has its backward between theirs too, and all ranks begin their
 // flights in one order in both directions. A SlicedFlight holds what two steps share; the tensor between
-// them, of one element, only tells autograd that one follows the other.
+// them, without elements, only tells autograd that one follows the other.
 //
 // For a weight that several slices multiply, dY and X are kept until autograd has seen all slices. Then dW is
-// one product of all rows, rounded once; a sink is called once, and between hosts dW may come later.
+// one product of all rows, rounded once; a sink is called once, and between hosts dW may come later. Gathered
+// rows of all slices lie in one tensor from the beginning.
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/custom_class.h>
 
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "ops/gather_matmul.h"
 #include "ops/gemm/gemm.h"
@@ -33,37 +35,73 @@ namespace pyruntime {
 
 namespace {
 
-// A linear's weight in one forward pass over slices.
-struct SlicedWeight : torch::CustomClassHolder {
-  at::Tensor weight;
-  Tensors dys, xs;     // of slices whose backward has run in this pass
-  int pass = -1;       // autograd's number of the pass
-  bool later = false;  // between hosts
+// The parts as one tensor: without a copy, if each lies behind the one before it in the same memory.
+at::Tensor joined_rows(const Tensors& parts) {
+  if (parts.size() == 1) return parts.front();
+  int64_t rows = 0;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const at::Tensor& part = parts[i];
+    const bool follows = part.is_contiguous() && part.is_alias_of(parts[0]) &&
+                         part.storage_offset() == parts[0].storage_offset() + rows * part.size(1);
+    if (!follows) return at::cat(parts, 0);
+    rows += part.size(0);
+  }
+  return parts[0].as_strided({rows, parts[0].size(1)}, parts[0].strides());
+}
 
-  void add(const at::Tensor& dy, const at::Tensor& x, Group& group) {
+// A linear's weight in one forward pass over slices, which have so many rows over all ranks.
+struct SlicedWeight : torch::CustomClassHolder {
+  explicit SlicedWeight(std::vector<int64_t> rows_of_slices) : rows(std::move(rows_of_slices)) {}
+
+  std::vector<int64_t> rows;
+  at::Tensor weight;
+  std::map<int64_t, std::pair<at::Tensor, at::Tensor>> operands;  // dY and X, by slice, in this pass
+  int pass = -1;                                                  // autograd's number of the pass
+  bool later = false;                                             // between hosts
+
+  // The rows of a slice in the memory for gathered rows of all slices.
+  at::Tensor gathered(int64_t slice, int64_t width) {
+    int64_t begin = 0, all = 0;
+    for (int64_t each = 0; each < static_cast<int64_t>(rows.size()); ++each) {
+      if (each < slice) begin += rows[each];
+      all += rows[each];
+    }
+    if (!memory_.defined()) memory_ = at::empty({1, all, width}, weight.options());
+    return memory_.narrow(1, begin, rows.at(slice));
+  }
+
+  void add(int64_t slice, const at::Tensor& dy, const at::Tensor& x, Group& group) {
     // A failed pass may have left some, which do not belong to this one.
     const int now = torch::autograd::get_current_graph_task_id();
-    if (std::exchange(pass, now) != now) {
-      dys.clear();
-      xs.clear();
-    }
+    if (std::exchange(pass, now) != now) operands.clear();
     later = group.crosses_hosts(dy.device());
-    dys.push_back(as_matrix(dy));
-    xs.push_back(as_matrix(x));
+    operands[slice] = {as_matrix(dy), as_matrix(x)};
   }
   // Undefined if it comes later, or the weight's sink took it.
   at::Tensor gradient() {
-    const auto all = [](const Tensors& parts) { return parts.size() == 1 ? parts[0] : at::cat(parts, 0); };
-    const at::Tensor dy = all(std::exchange(dys, {})).unsqueeze(0),
-                     x = all(std::exchange(xs, {})).unsqueeze(0);
+    Tensors dys, xs;
+    for (const auto& [slice, each] : std::exchange(operands, {})) {
+      dys.push_back(each.first);
+      xs.push_back(each.second);
+    }
+    const at::Tensor dy = joined_rows(dys).unsqueeze(0), x = joined_rows(xs).unsqueeze(0);
+    forget_gathered();
     if (!later || !may_come_later(weight)) return weight_gradient(weight, dy, x, /*in_pieces=*/later);
     multiply_later(weight, "sliced weight gradient", dy, x);
     return {};
   }
+  // Leaves the memory to the tensors that lie in it.
+  void forget_gathered() { memory_ = at::Tensor(); }
+
+ private:
+  at::Tensor memory_;
 };
 
 // One slice's pass through one linear: its flights between two steps, in each direction.
 struct SlicedFlight : torch::CustomClassHolder {
+  explicit SlicedFlight(int64_t number) : slice(number) {}
+
+  int64_t slice;
   std::string group;
   std::string tier;
   std::string wire;                      // of the gathered rows
@@ -92,9 +130,9 @@ Route route_of(const SlicedFlight& flight, const char* op, const Operand& x, int
                        .under_other_work = true});
 }
 
-// The tensor between two steps.
+// The tensor between two steps: without elements, so that no device is asked for them or their sums.
 at::Tensor mark_like(const at::Tensor& x) {
-  return at::zeros({1}, x.options());
+  return at::empty({0}, x.options());
 }
 
 // --- kernels
@@ -124,8 +162,10 @@ at::Tensor end_column(const at::Tensor& /*begun*/, const at::Tensor& /*shared*/,
   const at::Tensor& w = weight->weight;
   const c10::DeviceGuard on(w.device());
   at::Tensor y = at::empty({flight->rows, w.size(0)}, w.options());
+  flight->gather->keep_in(weight->gathered(flight->slice, flight->width));
   flight->gather->multiply({{y.unsqueeze(0), w, bias.value_or(at::Tensor())}}, /*transposed=*/true);
   flight->x = flight->gather->rows();
+  if (flight->slice + 1 == static_cast<int64_t>(weight->rows.size())) weight->forget_gathered();
   flight->gather->finish();
   flight->gather.reset();
   return y;
@@ -219,7 +259,7 @@ struct EndColumn : Function<EndColumn> {
       result[0] = mark_like(x);
     }
     if (ctx->needs_input_grad(1)) {
-      weight->add(dy.data, x, Group::get(flight->group));
+      weight->add(flight->slice, dy.data, x, Group::get(flight->group));
       result[1] = mark_like(x);
     }
     if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) result[2] = sum_over_rows(grads[0]);
@@ -246,13 +286,14 @@ struct BeginRow : Function<BeginRow> {
     const at::Tensor& x = saved[0];
     const c10::DeviceGuard on(x.device());
     GatherMatmul& gather = *flight->gather;
+    if (ctx->needs_input_grad(1)) gather.keep_in(weight->gathered(flight->slice, weight->weight.size(0)));
     variable_list result(8);
     if (ctx->needs_input_grad(0)) {
       result[0] = at::empty(x.sizes(), x.options());
       gather.multiply({{result[0].unsqueeze(0), saved[1]}}, /*transposed=*/false);
     }
     if (ctx->needs_input_grad(1)) {
-      weight->add(gather.rows(), x, Group::get(flight->group));
+      weight->add(flight->slice, gather.rows(), x, Group::get(flight->group));
       result[1] = mark_like(x);
     }
     if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2))
@@ -284,8 +325,8 @@ struct EndRow : Function<EndRow> {
 }  // namespace
 
 void register_sliced_linears(torch::Library& m) {
-  m.class_<SlicedWeight>("SlicedWeight").def(torch::init<>());
-  m.class_<SlicedFlight>("SlicedFlight").def(torch::init<>());
+  m.class_<SlicedWeight>("SlicedWeight").def(torch::init<std::vector<int64_t>>());
+  m.class_<SlicedFlight>("SlicedFlight").def(torch::init<int64_t>());
   const std::string weight = "__torch__.torch.classes.pyruntime.SlicedWeight weight";
   const std::string flight = "__torch__.torch.classes.pyruntime.SlicedFlight flight";
   Operator<share_weight>::define_differentiable<ShareWeight>(

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <unistd.h>
 #include <utility>
 
@@ -47,6 +48,30 @@ at::Tensor view_of(char* memory, const FlightDescriptor& descriptor, const Chunk
   if (chunk.rows * descriptor.row_elements() == 0) return at::empty(sizes, options);
   // Without target_device torch would ask the driver, for every chunk and while a graph is captured.
   return at::for_blob(memory, sizes).options(options).target_device(device).make_tensor();
+}
+
+std::vector<JoinedChunk> joined_on(c10::Device device, const std::vector<Chunk>& order,
+                                   const std::function<at::Tensor(const Chunk&)>& memory_of) {
+  std::vector<JoinedChunk> result;
+  if (device.is_cpu()) {
+    for (const Chunk& chunk : order) result.push_back({chunk, {chunk}});
+    return result;
+  }
+  std::vector<const char*> memory;
+  int64_t row_bytes = 0;
+  for (const Chunk& chunk : order) {
+    const at::Tensor rows = memory_of(chunk);
+    memory.push_back(static_cast<const char*>(rows.const_data_ptr()));
+    if (chunk.rows > 0) row_bytes = static_cast<int64_t>(rows.nbytes()) / chunk.rows;
+  }
+  for (const std::vector<size_t>& run : joined(order, memory, row_bytes)) {
+    JoinedChunk& all = result.emplace_back();
+    for (const size_t place : run) all.chunks.push_back(order[place]);
+    all.lines = *std::ranges::min_element(all.chunks, {}, &Chunk::begin);
+    all.lines.rows = 0;
+    for (const Chunk& chunk : all.chunks) all.lines.rows += chunk.rows;
+  }
+  return result;
 }
 
 FlightDescriptor rows_held_descriptor(const FlightDescriptor& descriptor, int world_size) {

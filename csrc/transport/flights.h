@@ -3,6 +3,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <sys/types.h>
 #include <vector>
@@ -63,6 +64,16 @@ class ScatterByRank : public ScatterFlight {
 // A view of a chunk of a flight in the memory of `device`.
 at::Tensor view_of(char* memory, const FlightDescriptor& descriptor, const Chunk& chunk,
                    c10::Device device = c10::kCPU);
+
+// Some chunks of a flight, joined: see joined().
+struct JoinedChunk {
+  Chunk lines;  // all of them; its owner is the first one's
+  std::vector<Chunk> chunks;
+};
+
+// `order`, joined where `memory_of` gives one piece of memory on a device; on the CPU as it is.
+std::vector<JoinedChunk> joined_on(c10::Device device, const std::vector<Chunk>& order,
+                                   const std::function<at::Tensor(const Chunk&)>& memory_of);
 
 // Gathers the row count of each rank, when `rows` is unknown.
 FlightDescriptor rows_held_descriptor(const FlightDescriptor& descriptor, int world_size);

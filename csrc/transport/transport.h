@@ -38,12 +38,16 @@ class GatherFlight {
   // The chunk's memory: to be written before publish() if it is this rank's, else valid after wait().
   virtual at::Tensor memory(const Chunk& chunk) = 0;
   virtual void publish(const Chunk& chunk) = 0;
-  // Publishes chunks of own(). On devices of several hosts all rows then travel in one operation, and
-  // arrive together: a message for each rank costs more if nobody uses rows before the last have come.
+  // Publishes chunks of own(). On devices all rows then travel in one operation, or are announced by one
+  // signal, and arrive together: each rank's own costs more if nobody uses rows before the last have come.
   virtual void publish_together(const std::vector<Chunk>& own) {
     for (const Chunk& chunk : own) publish(chunk);
   }
   virtual void wait(const Chunk& chunk) = 0;
+  // Waits for several chunks of other ranks; on devices of one host in one launch, if they are all of them.
+  virtual void wait_together(const std::vector<Chunk>& chunks) {
+    for (const Chunk& chunk : chunks) wait(chunk);
+  }
   // Whether wait() would return at once; false also if that is unknown.
   virtual bool has_come(const Chunk& /*chunk*/) const { return false; }
   // The journey of a chunk, after wait() while the ledger is on.

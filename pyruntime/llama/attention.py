@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from pyruntime.ops import attention as ops
 
@@ -32,8 +33,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, begin: Tensor | None = Non
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     if q.device.type == "cpu":
         return ops.prefix_attention(q, k, v).transpose(1, 2)
-    visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=causal_lower_right(queries, keys), enable_gqa=True
+    )
 
 
 def _in_documents(q: Tensor, k: Tensor, v: Tensor, begin: Tensor) -> Tensor:

@@ -133,8 +133,9 @@ class _Layer:
     def __init__(self, block: Block, step: ForwardPass, parts: Sequence[int]):
         self._block, self._step, self._parts = block, step, parts
         self.elementwise = for_this_pass(block.elementwise)
-        self.columns = SlicedColumn(block.qkv), SlicedColumn(block.gate_up)
-        self.rows = SlicedRow(block.out), SlicedRow(block.down)
+        rows = [step.batch * part for part in parts]
+        self.columns = SlicedColumn(block.qkv, rows), SlicedColumn(block.gate_up, rows)
+        self.rows = SlicedRow(block.out, rows), SlicedRow(block.down, rows)
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
@@ -235,7 +236,7 @@ def _flow(
         layer, half = layers[action.half // 2], action.half % 2
         part = action.part
         if action.kind == "begin":
-            layer.columns[half].begin(part, normed[part], step.batch * parts[part])
+            layer.columns[half].begin(part, normed[part])
         elif action.kind == "multiply":
             between[part] = layer.columns[half].end(part)
         elif action.kind == "scatter":

@@ -10,6 +10,7 @@ is one GEMM over all slices."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,13 +20,14 @@ from pyruntime.nn.module import Step
 
 
 class _Sliced(ABC):
-    """The slices of one linear in one forward pass."""
+    """The slices of one linear in one forward pass. rows: how many each slice has over all ranks."""
 
-    def __init__(self, linear: ParallelLinear):
+    def __init__(self, linear: ParallelLinear, rows: Sequence[int]):
         if not linear.sequence_parallel or linear.dim != 0 or not linear.group.name:
             raise ValueError(f"{linear.label or linear} cannot be sliced: its rows are not cut over ranks.")
         self._linear = linear
-        self._weight = torch.classes.pyruntime.SlicedWeight()
+        self._rows = list(rows)
+        self._weight = torch.classes.pyruntime.SlicedWeight(self._rows)
         self._shared: Tensor | None = None
         self._begun: dict[int, tuple] = {}
 
@@ -46,12 +48,13 @@ class _Sliced(ABC):
 class SlicedColumn(_Sliced):
     """A column linear, slice by slice."""
 
-    def begin(self, part: int, x: Tensor, rows: int) -> None:
-        """Sends this rank's rows x [M_r, K] of a slice. rows: how many the slice has over all ranks."""
-        self._begun[part] = self._linear(Step(lambda: self._begin(x, rows)))
+    def begin(self, part: int, x: Tensor) -> None:
+        """Sends this rank's rows x [M_r, K] of a slice."""
+        self._begun[part] = self._linear(Step(lambda: self._begin(part, x)))
 
-    def _begin(self, x: Tensor, rows: int) -> tuple:
-        linear, flight = self._linear, torch.classes.pyruntime.SlicedFlight()
+    def _begin(self, part: int, x: Tensor) -> tuple:
+        linear, flight = self._linear, torch.classes.pyruntime.SlicedFlight(part)
+        rows = self._rows[part]
         x, weight, _ = linear.operands(x)
         # The weight only decides the tier here; its gradient comes through `_share`.
         begun = torch.ops.pyruntime.begin_column(
@@ -69,10 +72,10 @@ class SlicedRow(_Sliced):
     """A row linear, slice by slice."""
 
     def begin(self, part: int, x: Tensor) -> None:
-        self._begun[part] = self._linear(Step(lambda: self._begin(x)))
+        self._begun[part] = self._linear(Step(lambda: self._begin(part, x)))
 
-    def _begin(self, x: Tensor) -> tuple:
-        linear, flight = self._linear, torch.classes.pyruntime.SlicedFlight()
+    def _begin(self, part: int, x: Tensor) -> tuple:
+        linear, flight = self._linear, torch.classes.pyruntime.SlicedFlight(part)
         x, weight, bias = linear.operands(x)
         begun = torch.ops.pyruntime.begin_row(
             x, self._share(weight), bias, self._weight, linear.group.name, linear.tier, linear.wire, flight

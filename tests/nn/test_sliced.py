@@ -26,11 +26,11 @@ def column(group, wire="same") -> tuple[ColumnParallelLinear, Tensor, list[Tenso
     """The linear, this rank's rows of x, and y of two slices of it, which follow each other."""
     torch.manual_seed(2)
     linear = ColumnParallelLinear(IN, OUT, group=group, bias=False, wire=wire)
-    sliced = SlicedColumn(linear)
+    sliced = SlicedColumn(linear, [ROWS, ROWS])
     x = drawn(2, ROWS, IN)[:, 5 * group_rank(group) :][:, :5].clone().requires_grad_()
     found = []
     for part in range(2):
-        sliced.begin(part, x[part], ROWS)
+        sliced.begin(part, x[part])
         found.append(sliced.end(part))
     return linear, x, found
 
@@ -38,7 +38,7 @@ def column(group, wire="same") -> tuple[ColumnParallelLinear, Tensor, list[Tenso
 def row(group, wire="same") -> tuple[RowParallelLinear, Tensor, list[Tensor]]:
     torch.manual_seed(2)
     linear = RowParallelLinear(IN, OUT, group=group, bias=False, wire=wire)
-    sliced = SlicedRow(linear)
+    sliced = SlicedRow(linear, [ROWS, ROWS])
     x = drawn(2, ROWS, IN).tensor_split(2, 2)[group_rank(group)].clone().requires_grad_()
     found = []
     for part in range(2):

@@ -22,12 +22,12 @@ def operation(name, group, own, same):
     sliced, classes = torch.ops.pyruntime, torch.classes.pyruntime
 
     def column(x, weight):
-        shared, flight = classes.SlicedWeight(), classes.SlicedFlight()
+        shared, flight = classes.SlicedWeight([4]), classes.SlicedFlight(0)
         begun = sliced.begin_column(x, weight.detach(), group, 4, "auto", "same", flight)
         return sliced.end_column(begun, sliced.share_weight(weight, shared), None, shared, flight)
 
     def row(x, weight, bias):
-        shared, flight = classes.SlicedWeight(), classes.SlicedFlight()
+        shared, flight = classes.SlicedWeight([4]), classes.SlicedFlight(0)
         weight = sliced.share_weight(weight, shared)
         begun = sliced.begin_row(x, weight, bias, shared, group, "auto", "same", flight)
         return sliced.end_row(begun, flight)

@@ -152,6 +152,7 @@ Route choose_route(const Call& call) {
   Route route{group, rows, tier, wire, group_of_sums(call.sums)};
   if (route.sums != nullptr || call.under_other_work)
     take_few_chunks(group, route.tier, call.x.data.device());
+  route.together = call.under_other_work && tier.tier == Tier::kChunked && !call.x.data.is_cpu();
   if (route.sums != nullptr) route.sums_tier = choose_tier(*route.sums, call, call.op_of_sums, rows, asked);
   return route;
 }

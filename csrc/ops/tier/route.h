@@ -40,6 +40,8 @@ struct Route {
   Wire wire = {};         // the format in which gathered rows travel
   Group* sums = nullptr;  // the group over which products are also summed
   TierChoice sums_tier = {Tier::kUnfused};
+  // Whether rows that travel in chunks are read, or computed, all together: then one signal announces them.
+  bool together = false;
 
   int64_t own_rows() const { return rows_of_rank(rows, group.world_size(), group.rank()); }
   // The route of the sums.
@@ -53,8 +55,9 @@ struct Route {
 // The same rows travel in the same order in all tiers, so ranks need not agree on the tier. They must agree
 // on the number of chunks. A number tuned for the op and its rows applies to every tier, unless the call
 // names another. Rows that travel under other work, and rows whose products are summed over a second group,
-// travel in as few chunks as possible, unless a number was tuned or requested. In a group of one rank all
-// tiers are unfused.
+// travel in as few chunks as possible, unless a number was tuned or requested. On devices one GEMM multiplies
+// rows that travel under other work: it need not hide them, and GEMMs of chunks are slower and more launches.
+// In a group of one rank all tiers are unfused.
 //
 // Collective if the rows are unknown. Raises ValueError for an unknown group, tier or wire; a wire that
 // rounds in a group of one rank; rows that are not this rank's share; and a named tier that cannot run.

@@ -170,6 +170,17 @@ void await(Timeline& timeline, const PyruntimeGroup& group, int32_t peer, const 
   timeline.until(at.arrived, words(group), /*is_asked=*/false);
 }
 
+// Makes a stream wait for what a peer puts; returns a code of launchers.h.
+int await_put(const PyruntimeGroup& group, int32_t peer, int32_t first, int32_t flags, void* stream) {
+  const Arrival at = arrival_from(group, peer, first, flags);
+  if (at.arrived < 0) {
+    return refuse("rank " + std::to_string(group.rank) + " waits for rank " + std::to_string(peer) +
+                  " before it has sent what that rank would send; ranks that differ cannot be mirrored.");
+  }
+  await(timeline(stream), group, peer, at);
+  return PYRUNTIME_OK;
+}
+
 // Returns when the peer has finished the former flight of the slot.
 double finished_by(const PyruntimeGroup& group, int32_t peer) {
   const int program = program_of(group, peer);
@@ -260,17 +271,28 @@ int pyruntime_choose_tiles(int64_t, int64_t, int64_t) {
 
 // ---- chunks
 
-int pyruntime_put(const PyruntimeGroup* group, const void*, int64_t bytes, int32_t peer, int64_t,
+int pyruntime_put(const PyruntimeGroup* group, const void* from, int64_t bytes, int32_t peer, int64_t offset,
                   int32_t first, int32_t flags, void* stream) {
+  const PyruntimePut put{from, bytes, peer, offset, first, flags};
+  return pyruntime_put_together(group, &put, 1, stream);
+}
+
+int pyruntime_put_together(const PyruntimeGroup* group, const PyruntimePut* puts, int32_t count,
+                           void* stream) {
   sim::Timeline& timeline = sim::timeline(stream);
-  const double free = sim::finished_by(*group, peer);
-  const std::string name = sim::name_of(*group);
+  double free = 0;
+  for (int i = 0; i < count; ++i) free = std::max(free, sim::finished_by(*group, puts[i].peer));
   sim::launch(stream, "await_leave_to_put", {"signal", {}});
   const double begun = timeline.done();
-  timeline.until(free, "the slot of a peer of " + name, /*is_asked=*/false);
-  if (bytes > 0) timeline.transfer(sim::words(*group), {"put", {bytes}}, sim::kLink);
+  timeline.until(free, "the slot of a peer of " + sim::name_of(*group), /*is_asked=*/false);
+  for (int i = 0; i < count; ++i) {
+    if (puts[i].bytes > 0) timeline.transfer(sim::words(*group), {"put", {puts[i].bytes}}, sim::kLink);
+  }
   sim::launch(stream, "raise_flags", {"signal", {}});
-  sim::note_put(*group, peer, first, flags, {begun, timeline.done() + sim::latency()});
+  for (int i = 0; i < count; ++i) {
+    const sim::Arrival at{begun, timeline.done() + sim::latency()};
+    sim::note_put(*group, puts[i].peer, puts[i].first, puts[i].flags, at);
+  }
   return PYRUNTIME_OK;
 }
 
@@ -283,14 +305,16 @@ int pyruntime_end_puts(const PyruntimeGroup*, void* stream) {
 }
 
 int pyruntime_await(const PyruntimeGroup* group, int32_t peer, int32_t first, int32_t flags, void* stream) {
-  const sim::Arrival at = sim::arrival_from(*group, peer, first, flags);
-  if (at.arrived < 0) {
-    return sim::refuse(
-        "rank " + std::to_string(group->rank) + " waits for rank " + std::to_string(peer) +
-        " before it has sent what that rank would send; ranks that differ cannot be mirrored.");
-  }
   sim::launch(stream, "await", {"signal", {}});
-  sim::await(sim::timeline(stream), *group, peer, at);
+  return sim::await_put(*group, peer, first, flags, stream);
+}
+
+int pyruntime_await_all(const PyruntimeGroup* group, int32_t first, int32_t flags, void* stream) {
+  sim::launch(stream, "await", {"signal", {}});
+  for (int32_t step = 1; step < group->shape.world_size; ++step) {
+    const int32_t peer = (group->rank + step) % group->shape.world_size;
+    if (const int code = sim::await_put(*group, peer, first, flags, stream)) return code;
+  }
   return PYRUNTIME_OK;
 }
 

@@ -18,7 +18,7 @@ namespace pyruntime {
 #define PYRUNTIME_DEVICE_FUNCTIONS(use) \
   use(interface) use(error) use(workspace_bytes) use(prepare_workspace) use(failure) use(describe_failure) \
   use(new_stream) use(stop) \
-  use(put) use(pass_on) use(end_puts) use(await) use(finish) use(slot_data) \
+  use(put) use(put_together) use(pass_on) use(end_puts) use(await) use(await_all) use(finish) use(slot_data) \
   use(can_multicast) use(put_to_all) use(sum_copies) use(await_leave) \
   use(choose_tiles) use(all_gather_matmul) use(matmul_reduce_scatter) \
   use(reduce) use(adamw) use(adamw_ahead) use(swiglu) use(swiglu_backward) use(rope) \

@@ -70,6 +70,13 @@ class DeviceFlight {
   void put_more(const char* from, int64_t bytes, int peer, int64_t offset, Flags flags) {
     check(library().put(&group_, from, bytes, peer, offset, flags.first, flags.count, streams().moving()));
   }
+  // Puts what the caller's stream has written so far; all of it is announced behind the last.
+  void put_together(const std::vector<PyruntimePut>& puts) {
+    if (puts.empty()) return;
+    streams().move_after_current();
+    const auto count = static_cast<int32_t>(puts.size());
+    check(library().put_together(&group_, puts.data(), count, streams().moving()));
+  }
   int peer_at(int step) const { return (rank() + world_size() - step) % world_size(); }
   bool has_multicast() const { return workspace_.multicast != nullptr; }
   // Puts from this rank's slot to the same place in all others', nearest peer first.
@@ -125,6 +132,11 @@ class DeviceFlight {
     check(library().await(&group_, peer, flags.first, flags.count, streams().current()));
   }
   c10::Device device() const { return transport_.device_; }
+  // Waits for all other ranks in one launch.
+  void await_all(Flags flags) {
+    const Spending waiting = waiting_for(world_size() == 2 ? peer_at(1) : -1);
+    check(library().await_all(&group_, flags.first, flags.count, streams().current()));
+  }
   GroupContext& context() const { return transport_.context(); }
 
   void gather_and_multiply(const FusedGemm& gemm) {
@@ -230,8 +242,28 @@ class DeviceGather : public GatherByRank {
     }
     flight_.end_puts();
   }
+  void publish_together(const std::vector<Chunk>& own) override {
+    const bool at_once = pieces_ == 1 && !flight_.has_multicast();
+    if (!at_once || own.front().rows == 0) return GatherByRank::publish_together(own);
+    const int64_t at = flight_.offset(own.front()), bytes = flight_.bytes(own.front());
+    std::vector<PyruntimePut> puts;
+    for (int step = 1; step < flight_.world_size(); ++step) {
+      puts.push_back({flight_.at(at), bytes, flight_.peer_at(step), at, /*first=*/0, /*flags=*/1});
+    }
+    flight_.put_together(puts);
+    flight_.end_puts();
+  }
   void wait(const Chunk& chunk) override {
     if (chunk.rows > 0) flight_.await(chunk.owner, {0, pieces_that_exist(chunk)});
+  }
+  void wait_together(const std::vector<Chunk>& chunks) override {
+    const auto has_all_pieces = [&](const Chunk& chunk) {
+      return chunk.rows > 0 && pieces_that_exist(chunk) == pieces_;
+    };
+    const bool are_all = static_cast<int>(chunks.size()) + 1 == flight_.world_size();
+    if (!are_all || !std::all_of(chunks.begin(), chunks.end(), has_all_pieces))
+      return GatherByRank::wait_together(chunks);
+    flight_.await_all({0, pieces_});
   }
   void multiply(const FusedGemm& gemm) override { flight_.gather_and_multiply(gemm); }
   void finish() override { flight_.finish(); }
@@ -271,6 +303,10 @@ class DeviceGatherAround : public GatherFlight {
   }
   void publish(const Chunk& /*chunk*/) override { flight_.put_around(plan_); }
   void wait(const Chunk& chunk) override { flight_.await(chunk.owner, {chunk.piece, chunk.pieces}); }
+  void wait_together(const std::vector<Chunk>& chunks) override {
+    if (chunks.size() + 1 != order_.size()) return GatherFlight::wait_together(chunks);
+    flight_.await_all({0, plan_.pieces()});
+  }
   void multiply(const FusedGemm& gemm) override { flight_.gather_and_multiply(gemm); }
   void finish() override { flight_.finish(); }
 
@@ -287,12 +323,11 @@ class DeviceScatter : public ScatterByRank {
   void reduce(const at::Tensor& out, const at::Tensor& bias) override {
     const Chunk& own = plan_.own();
     if (own.rows > 0) {
-      for (int rank = 0; rank < flight_.world_size(); ++rank) {
-        if (rank == flight_.rank()) continue;
-        Reading reading(flight_.context(), descriptor_.op, rank, begun_, flight_.device());
-        flight_.await(rank, part_flags(own));
-        reading.came(flight_.bytes(own));
-      }
+      const int others = flight_.world_size() - 1;
+      Reading reading(flight_.context(), descriptor_.op, others == 1 ? 1 - flight_.rank() : -1, begun_,
+                      flight_.device());
+      flight_.await_all(part_flags(own));
+      reading.came(others * flight_.bytes(own));
       const Spending summing(flight_.context(), Entered::kSum, name_of(descriptor_.op), /*peer=*/-1,
                              flight_.device());
       sum_own(all_ ? sum(own) : out, bias);
@@ -344,6 +379,16 @@ class PartsToOwners : public DeviceScatter {
     if (chunk.owner == flight_.rank() || chunk.rows == 0) return;
     flight_.put(leaving(chunk), flight_.bytes(chunk), chunk.owner, flight_.rank() * part_bytes_,
                 part_flags(chunk));
+  }
+  void publish_together(const std::vector<Chunk>& chunks) override {
+    std::vector<PyruntimePut> puts;
+    for (const Chunk& chunk : chunks) {
+      if (chunk.owner == flight_.rank() || chunk.rows == 0) continue;
+      const Flags flags = part_flags(chunk);
+      puts.push_back({leaving(chunk), flight_.bytes(chunk), chunk.owner, flight_.rank() * part_bytes_,
+                      flags.first, flags.count});
+    }
+    flight_.put_together(puts);
   }
   void multiply(const FusedGemm& gemm) override { flight_.multiply_and_scatter(gemm); }
 
