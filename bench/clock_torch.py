@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -41,6 +43,7 @@ from bench.common import plain_llama
 from bench.common.plain_llama import FeedForward, PlainLlama, Shape
 from pyruntime.cli import train
 from pyruntime.cli.arguments import take_count, take_option
+from pyruntime.cli.simulate import keep
 from pyruntime.clock import device_build, mirrors
 from pyruntime.clock.machine_model import Machine, find
 from pyruntime.clock.mirrors import ProgramPlace, mirrored
@@ -75,8 +78,9 @@ class OneLaunch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = [torch.empty_like(each) for each in ctx.saved_tensors]
-        touch(f"{ctx.name} backward", gradient, *ctx.saved_tensors, *gradients)
+        inputs = ctx.saved_tensors  # a checkpoint gives them once
+        gradients = [torch.empty_like(each) for each in inputs]
+        touch(f"{ctx.name} backward", gradient, *inputs, *gradients)
         return None, *gradients
 
 
@@ -263,15 +267,20 @@ def simulate(run: ResolvedRun, machine: Machine, gpus: int) -> Simulated:
 def main(argv: list[str]) -> int:
     gpus, of_run = take_count(argv, "gpus")
     machine, of_run = take_option(of_run, "machine")
+    kept, of_run = take_option(of_run, "json")
     try:
         if gpus is None:
             raise ValueError("give the number of GPUs, --gpus N.")
-        config, name = train.read(of_run, gpus, "simulate", __doc__ or "", others=("gpus", "machine"))
+        config, name = train.read(of_run, gpus, "simulate", __doc__ or "", others=("gpus", "machine", "json"))
         run = check(config, gpus)
         if run.mesh.ranks != math.prod(getattr(run.mesh, each) for each in AXES):
             raise ValueError(f"only {' and '.join(AXES)} are cut here; found {run.mesh}.")
         device_build.build()
         found = simulate(run, find(machine or "h100"), gpus)
+        if kept:
+            _, flags = take_option(of_run, "config")
+            command = shlex.join(["--config", name, "--gpus", str(gpus), *flags])
+            keep(Path(kept), {"command": command, **found.record()})
     except ValueError as error:
         print(f"bench.clock_torch: {error}", file=sys.stderr)
         return 2

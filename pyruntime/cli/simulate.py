@@ -42,13 +42,15 @@ def main(argv: list[str]) -> None:
     if kept:
         _, flags = take_option(of_run, "config")
         command = shlex.join(["--config", name, "--gpus", str(gpus), *flags])
-        with refusing("--json: "), writing(f"--json: {kept}"):
-            _keep(Path(kept), {"command": command, **found.record()})
+        keep(Path(kept), {"command": command, **found.record()})
 
 
-def _keep(path: Path, line: dict[str, object]) -> None:
-    """Adds a line to the file, in place of what the same command found before."""
-    lines = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
-    lines = [*(each for each in lines if each["command"] != line["command"]), line]
-    text = ",\n  ".join(map(json.dumps, lines))
-    path.write_text(f'{{\n "results": [\n  {text}\n ]\n}}\n', encoding="utf-8")
+def keep(path: Path, line: dict[str, object]) -> None:
+    """Adds a line to the file of --json, in place of what the same command found before. What else the file
+    has stays. Raises ConfigError."""
+    with refusing("--json: "), writing(f"--json: {path}"):
+        document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"results": []}
+        lines = [*(each for each in document.pop("results") if each["command"] != line["command"]), line]
+        others = "".join(f" {json.dumps(name)}: {json.dumps(each)},\n" for name, each in document.items())
+        text = ",\n  ".join(map(json.dumps, lines))
+        path.write_text(f'{{\n{others} "results": [\n  {text}\n ]\n}}\n', encoding="utf-8")

@@ -45,7 +45,6 @@ class Machine:
     gpu: Gpu
     tiles: tuple[tuple[int, int], ...]
     most_splits: int
-    attention_share: float
     call_s: float
     event_s: float
     to_host: float
@@ -128,7 +127,7 @@ class Machine:
         flops = 4.0 * batch * heads * queries * keys * features * (0.5 if causal else 1.0)
         flops *= 2.5 if backward else 1.0
         rows = batch * features * size * (heads * queries + key_heads * keys) * 2
-        return max(LAUNCH_S + flops / (self.cluster.flops * self.attention_share), self.touch(rows))
+        return max(LAUNCH_S + flops / self.cluster.attention_flops, self.touch(rows))
 
     def gemm(self, m: int, n: int, k: int, batch: int = 1, size: int = 2) -> float:
         """Returns the seconds of `batch` products [m, k] [k, n], elements of `size` bytes. Elements of 4
@@ -188,7 +187,6 @@ def find(name: str) -> Machine:
         gpu=GPUS[values["gpu"]],
         tiles=tuple((rows, columns) for rows, columns in values["tiles"]),
         most_splits=values["most_splits"],
-        attention_share=values["attention_share"],
         call_s=values["call_s"],
         event_s=values["event_s"],
         to_host=values["to_host"],

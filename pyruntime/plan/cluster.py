@@ -52,8 +52,13 @@ class Cluster:
     half_features: float = 0.0
     """Features of the smaller side of a rank's weight at which GEMMs reach half of that share. In thin GEMMs,
     tiles and the work before and after a kernel's loop count for more."""
+    half_outputs: float = 0.0
+    """Elements of a GEMM's result at which it reaches half: fewer tiles than a GPU has multiprocessors leave
+    some of them idle."""
     attention_efficiency: float = 0.0
     """Share of the peak that attention reaches; 0: as GEMMs do."""
+    launch: float = 0.0
+    """Seconds of a launch that waits for a chunk, or tells of one."""
     core_bandwidth: float = 0.0
     """Bytes/s at which a rank spends its own time on what it receives, hidden or not. 0: none, because copy
     engines and adapters move data. CPU ranks copy and sum with the core that multiplies, and that core also
@@ -118,10 +123,10 @@ class Cluster:
         """Operations/s that large GEMMs reach."""
         return self.peak_flops * self.efficiency
 
-    def gemm_flops(self, k: float, n: float) -> float:
-        """Returns operations/s of a GEMM with a weight of k times n on this rank."""
+    def gemm_flops(self, k: float, n: float, rows: float = math.inf) -> float:
+        """Returns operations/s of a GEMM [rows, k] [k, n] on this rank."""
         thin = min(k, n)
-        return self.flops * thin / (thin + self.half_features)
+        return self.flops * thin / (thin + self.half_features) / (1 + self.half_outputs / (rows * n))
 
     @property
     def attention_flops(self) -> float:

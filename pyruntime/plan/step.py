@@ -184,7 +184,9 @@ class Predictor:
         of_slice = tokens / mesh.slices
         over = [self._over(mesh, each, of_slice, tp) for each in linears(model)]
         found = tuple(
-            exposed_of(each, rows, group, self._flops(each, ranks, mesh.y), self.overlap, regather, over_y)
+            exposed_of(
+                each, rows, group, self._flops(each, rows, ranks, mesh.y), self.overlap, regather, over_y
+            )
             for each, (rows, group) in zip(linears(model), over, strict=True)
         )
         weights = (model.layer_matrices - model.layer_experts) / (ranks * mesh.y)
@@ -197,11 +199,12 @@ class Predictor:
         moved = layer_activations(model, tokens, ranks) / cluster.memory_bandwidth
         overhead = cluster.layer_overhead * mesh.slices
         norms = NORMS_OF_A_LAYER * self._square_sums(mesh, tokens)
-        tp_forward = mesh.slices * sum(each.forward for each in found) + norms
-        tp_backward = mesh.slices * sum(each.backward for each in found) + norms
+        waits, waits_backward = self._serving(of_slice, tp, regather)
+        tp_forward = mesh.slices * (waits + sum(each.forward for each in found)) + norms
+        tp_backward = mesh.slices * (waits_backward + sum(each.backward for each in found)) + norms
         back = mesh.slices * sum(each.transfers_backward for each in found) + norms
         if self.overlap == "filler":
-            tp_backward = max(0.0, back - 2 * gemms - backward * attention)
+            tp_backward = mesh.slices * waits_backward + max(0.0, back - 2 * gemms - backward * attention)
         cp_forward, cp_backward, ring = self._ring(mesh, tokens, attention, backward)
         cp_crosses, crosses = self.link(mesh, "cp", mesh.cp).crosses, tp.crosses or over_y.crosses
         between = [(norms, norms)] if crosses else [(0.0, 0.0)]
@@ -232,12 +235,30 @@ class Predictor:
             return tokens * mesh.ep / mesh.tp, self.link(mesh, "ep", mesh.ep)
         return tokens, tp
 
-    def _flops(self, linear: LinearShape, tp: int, y: int = 1) -> float:
-        """Returns the operations/s of a rank's part of the linear."""
-        k, n = (linear.k / y, linear.n / tp) if linear.column else (linear.k / tp, linear.n / y)
+    def _flops(self, linear: LinearShape, tokens: float, tp: int, y: int = 1) -> float:
+        """Returns the operations/s of a rank's part of the linear, over its three GEMMs: those of Y and dX
+        are cut into a chunk of rows for each rank if they hide transfers, that of dW is whole."""
+        cluster = self.job.cluster
         if linear.alone is not None:
-            k, n = linear.alone
-        return self.job.cluster.gemm_flops(k, n)
+            return cluster.gemm_flops(*linear.alone)
+        k, n = (linear.k / y, linear.n / tp) if linear.column else (linear.k / tp, linear.n / y)
+        rows = tokens if self.overlap == "none" else tokens / tp
+        rates = cluster.gemm_flops(k, n, rows), cluster.gemm_flops(n, k, rows), cluster.gemm_flops(k, n, k)
+        return 3 / sum(1 / rate for rate in rates)
+
+    def _serving(self, tokens: float, tp: Link, regather: bool) -> tuple[float, float]:
+        """Returns the seconds, forward and backward, in which a GPU itself serves a layer's chunks: a launch
+        for each, and sums of parts, which read all and write a rank's rows. Those of CPU ranks are in
+        `Link.core`."""
+        model, cluster = self.job.model, self.job.cluster
+        if cluster.core_bandwidth or tp.size == 1 or self.overlap == "none":
+            return 0.0, 0.0
+        each = linears(model)
+        columns = sum(linear.column for linear in each)
+        launches = tp.size * cluster.launch
+        of_sum = 2 * tokens * model.hidden * (1 + 1 / tp.size) / cluster.memory_bandwidth
+        forward = len(each) * launches + (len(each) - columns) * of_sum
+        return forward, (len(each) + columns * regather) * launches + columns * of_sum
 
     def _head_sums(self, mesh: Mesh, tokens: float, head: float) -> float:
         """Returns the exposed seconds of the logits' sums over y, under `head` seconds of their GEMM."""
@@ -459,6 +480,16 @@ class Predictor:
         added = (micro_batches * mesh.slices - 1) / micro_batches
         return added * SUM_BYTES * self.parameters(mesh) / self.job.cluster.memory_bandwidth
 
+    def _served(self, exchange: DataParallelExchange, zero: int) -> float:
+        """Returns the seconds in which a GPU sums parts of gradients, and copies what returns where it
+        belongs; gathered weights of stage 3 are read where they arrive. Those of CPU ranks are in
+        `Link.core`."""
+        over, bandwidth = exchange.over, self.job.cluster.memory_bandwidth
+        if self.job.cluster.core_bandwidth or self.overlap == "none" or over.size == 1:
+            return 0.0
+        copied = 0.0 if zero == 3 else 2 * 2 * exchange.parameters
+        return (exchange.gradients * (1 + 1 / over.size) + copied) / bandwidth
+
     def _reduction(
         self, mesh: Mesh, micro_batches: int, one: LayerSeconds, layers: int, head: float
     ) -> tuple[float, float]:
@@ -474,6 +505,7 @@ class Predictor:
         gradients, weights, own_gradients, own_weights = (
             sum(each) for each in zip(*(exchange.seconds() for exchange in exchanges), strict=True)
         )
+        served = sum(self._served(each, zero) for each in exchanges)
         crosses = any(each.over.crosses for each in exchanges)
         forward = head + layers * (one.forward + one.tp_forward + one.cp_forward)
         backward = 2 * head + layers * (
@@ -503,10 +535,10 @@ class Predictor:
             reducing = left(again + gradients, window_backward + own_reducing)
             in_all = micro_batches * each + (micro_batches - times) * without + times * reducing
             own = (1 + share) * micro_batches * own_weights + times * own_gradients
-            return in_all + own, optimizer
+            return in_all + own + served, optimizer
         if zero < 2:
             times = 1
-        own = times * own_gradients + own_weights
+        own = times * (own_gradients + served) + own_weights
         if zero == 0:  # Whole sums return in place of new weights, before the optimizer.
             return own + left(gradients + weights, window_backward), optimizer
         return own + times * left(gradients, window_backward) + left(weights, window_forward), optimizer

@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ import torch
 import pyruntime
 from pyruntime.cli import main
 from pyruntime.cli import train as cli
+from pyruntime.cli.arguments import take_count
 from pyruntime.clock import device_build, machine_model, mirrors, programs, simulated_step, step_account
 from pyruntime.clock.mirrors import ProgramPlace, mirrored
 from pyruntime.comm import group_name, group_rank
 from pyruntime.comm.ring import Ring
 from pyruntime.pipeline import make_schedule
 from pyruntime.pipeline.executor import Pipeline
+from pyruntime.train.planned import planned, predicted
+from pyruntime.train.resolved import check
 
 CALL, WORK, EVENT = 1.0, 10.0, 0.25
 
@@ -405,6 +409,17 @@ def test_what_a_first_run_needs_is_said(tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="is not there; install pyruntime again"):
         device_build.build()
     assert "simulate needs the number of GPUs, --gpus N" in capsys.readouterr().err
+
+
+RECORDED = json.loads((Path(__file__).parents[2] / "bench/results/planning/clock.json").read_text())["results"]
+
+
+@pytest.mark.parametrize("line", RECORDED, ids=lambda line: line["command"])
+def test_the_planner_expects_what_the_clock_has_found(line):
+    gpus, flags = take_count(shlex.split(line["command"]), "gpus")
+    config, _ = cli.read(flags, gpus)
+    planned_s = predicted(*planned(check(config, gpus), machine_model.find(line["machine"]).cluster)).total
+    assert planned_s == pytest.approx(line["step_s"], rel=0.15)
 
 
 def test_a_step_is_what_its_spans_are():

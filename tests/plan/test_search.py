@@ -157,7 +157,7 @@ def test_the_planner_needs_no_torch():
 
 
 def test_the_planner_knows_of_no_models_code_executor_or_trainer():
-    pure = {"actions", "closed_forms", "schedules", "simulate", "split", "v_schedule"}
+    pure = {"actions", "closed_forms", "schedules", "simulated", "split", "v_schedule"}
     allowed = {f"pyruntime.pipeline.{name}" for name in pure} | {"pyruntime.text", "pyruntime.choices"}
     sources = list(Path(pyruntime.plan.__file__).parent.glob("*.py"))
     assert len(sources) > 10

@@ -1,0 +1,284 @@
+"""Compares steps in virtual time with steps of two CPU ranks of one host, by a table measured on them.
+
+    python -m bench.clock_cpu [--rounds 3] [--meshes "tp 2" "ZeRO 3"] [--json FILE]
+
+The table: GEMMs and attention of every shape that the program asks for, and a copy of its bytes, take what
+they take on two processes at once. What is not in it are two numbers: what a launch costs beside its work,
+and by how much longer an elementwise launch takes than a copy. They are such that steps of one rank of both
+presets take as long as measured. With them the steps of two ranks are predicted.
+
+A CPU rank has no streams and no copy engines: it reads its peers' memory in place, so a transfer takes
+nothing by itself, and what the program puts on several streams counts one after the other. Real runs and
+rounds of the table take turns, and the fastest round counts, because whatever else runs here slows both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.common.measuring import facts
+from bench.common.records import write_records
+from bench.common.tables import table
+from pyruntime.cli import train
+from pyruntime.clock import device_build
+from pyruntime.clock.simulated_step import Program, simulate
+from pyruntime.clock.step_account import COMPUTING, WORK, Span
+from pyruntime.ops.attention import causal_attention
+from pyruntime.plan.cluster import Cluster
+
+CONFIGS = ("dim256", "dim1024")
+ONE_RANK = "one rank"
+MESHES = {
+    ONE_RANK: (1, "--parallel.tp 1"),
+    "tp 2": (2, "--parallel.tp 2"),
+    "ZeRO 1": (2, "--parallel.tp 1 --parallel.dp 2 --parallel.zero 1"),
+    "ZeRO 3": (2, "--parallel.tp 1 --parallel.dp 2 --parallel.zero 3"),
+    "cp 2": (2, "--parallel.tp 1 --parallel.cp 2 --parallel.zero 1"),
+    "ZB-V": (2, "--parallel.tp 1 --parallel.pp 2 --pipeline.kind zb-v"),
+}
+ALWAYS = "--train.dtype fp32 --train.val_every 0 --checkpoint.every_steps 0 --train.threads 1 "
+ALWAYS += "--optimizer.on_bad_step skip"  # reads each step's norm, so that the host does not run ahead
+REAL_STEPS, LEFT_OUT = 8, 2
+LEAST_S, MOST_CALLS = 0.02, 200
+"""The shortest time for which a work is repeated, and the most repetitions."""
+TWO_RANKS = dataclasses.replace(Cluster.of_ranks(2), memory_bytes=64e9, peak_flops=1e12)
+Asked = tuple[str, tuple[int, ...]]
+NO_TIME = {
+    **dict.fromkeys(("call", "event", "put", "store", "signal"), 0.0),
+    **dict.fromkeys(("message inside a host", "latency inside a host"), 0.0),
+    "multiprocessors": 1.0,
+}
+
+
+@dataclasses.dataclass
+class CpuMachine:
+    """Two cores, as the clock asks for them."""
+
+    known: dict[Asked, float]
+    """Seconds of works; others take a microsecond."""
+    factor: float = 1.0
+    """Seconds of an elementwise launch over those of a copy."""
+    launch: float = 0.0
+    """Seconds of a launch beside its work."""
+    name: str = "two CPU ranks"
+    cluster: Cluster = TWO_RANKS
+
+    def seconds(self, kind: str, sizes: Sequence[int]) -> float:
+        if kind in NO_TIME:
+            return NO_TIME[kind]
+        work = work_of(kind, sizes)
+        launch = 0.0 if kind == "bytes" else self.launch  # others are in a launch that is asked for
+        return self.known.get(work, 1e-6) * (self.factor if work[0] == "memory" else 1.0) + launch
+
+    def exchanged(self, hosts: int) -> float:
+        return 0.0
+
+
+def work_of(kind: str, sizes: Sequence[int]) -> Asked:
+    """Returns the work that is measured for a kind: what moves bytes takes what a copy of them takes."""
+    return "memory" if kind in ("bytes", "copy to host", "copy from host") else kind, tuple(sizes)
+
+
+def virtual_step(config: str, mesh: str, machine: CpuMachine) -> tuple[Program, ...]:
+    """Simulates in a process of its own, and returns the step's programs."""
+    gpus, flags = MESHES[mesh]
+    run, _ = train.read(["--config", config, *ALWAYS.split(), *flags.split()], gpus)
+    here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+    def inside() -> None:
+        there.send(simulate(run, machine, gpus, keeps_spans=True).programs)  # type: ignore[arg-type]
+
+    child = multiprocessing.get_context("fork").Process(target=inside)
+    child.start()
+    there.close()
+    found = here.recv()
+    child.join()
+    return found
+
+
+def on_one_thread(program: Program) -> float:
+    """Returns the seconds of a step if one thread does the work of all streams: other streams' work counts
+    too, except while the computing stream does nothing."""
+    own = [each for each in program.spans if each[0] == COMPUTING]
+    idle = [(begin, end) for _, begin, end, spent, *_ in own if spent != WORK]
+    others = _works(program, of_computing=False)
+    beside = sum(end - begin for _, begin, end, *_ in others)
+    return program.account.step + beside - min(beside, sum(_common(each, idle) for each in others))
+
+
+def _works(program: Program, of_computing: bool) -> list[Span]:
+    return [each for each in program.spans if (each[0] == COMPUTING) == of_computing and each[3] == WORK]
+
+
+def _common(span: Span, idle: Iterable[tuple[float, float]]) -> float:
+    return sum(max(0.0, min(span[2], end) - max(span[1], begin)) for begin, end in idle)
+
+
+def real_steps(config: str, mesh: str, folder: Path) -> float:
+    """Returns the median seconds of a step of a run on ranks of this machine; a run of one rank is beside
+    another."""
+    ranks, flags = MESHES[mesh]
+
+    def run(number: int) -> float:
+        run_dir = folder / f"{mesh}-{number}-{time.monotonic_ns()}"
+        options = f"--train.steps {REAL_STEPS} --train.device cpu --output.run_dir"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command += ["--standalone", "-m", "pyruntime", "train", "--config", config, *ALWAYS.split()]
+        command += [*flags.split(), *options.split(), str(run_dir)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{mesh}: the run has failed: {done.stderr[-2000:]}")
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        return statistics.median([json.loads(line)["step_time_s"] for line in lines][LEFT_OUT:])
+
+    with ThreadPoolExecutor(2) as pool:
+        return max(pool.map(run, range(2 // ranks)))
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Returns the median seconds of a call, of as many as fill LEAST_S."""
+    call()
+    taken: list[float] = []
+    until = time.perf_counter() + LEAST_S
+    while len(taken) < 3 or (time.perf_counter() < until and len(taken) < MOST_CALLS):
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
+
+
+def work_s(work: Asked) -> float:
+    """Returns the seconds of a work on this rank. Raises ValueError for a kind that is not measured."""
+    kind, sizes = work
+    if kind == "memory":
+        half = max(1, sizes[0] // 8)  # in elements, read and written
+        x, y = torch.ones(half), torch.ones(half)
+        return timed(lambda: y.copy_(x))
+    if kind == "gemm":
+        m, n, k, batch, size = (*sizes, *(1, 4)[len(sizes) - 3 :])
+        dtype = torch.float32 if size == 4 else torch.bfloat16
+        a, b = torch.randn(batch, m, k, dtype=dtype), torch.randn(batch, n, k, dtype=dtype).transpose(1, 2)
+        return timed(lambda: torch.mm(a[0], b[0]) if batch == 1 else torch.bmm(a, b))
+    if kind == "attention":
+        batch, heads, key_heads, queries, keys, features, size, _, backward = sizes
+        dtype = torch.float32 if size == 4 else torch.bfloat16
+        q = torch.randn(batch, heads, queries, features, dtype=dtype, requires_grad=True)
+        k, v = (torch.randn(batch, key_heads, keys, features, dtype=dtype, requires_grad=True) for _ in "kv")
+        forward = timed(lambda: causal_attention(q.detach(), k.detach(), v.detach()))
+        if not backward:
+            return forward
+        return timed(lambda: causal_attention(q, k, v)[0].sum().backward()) - forward
+    raise ValueError(f"{kind} {sizes} is not measured here.")
+
+
+def works_s(works: Sequence[Asked]) -> dict[Asked, float]:
+    """Returns the seconds of works that two processes do at once, on the slower of them."""
+    fork = multiprocessing.get_context("fork")
+    together = fork.Barrier(2)
+
+    def on_rank(end: Any) -> None:
+        torch.set_num_threads(1)
+        found = {}
+        for work in works:
+            together.wait()
+            found[work] = work_s(work)
+        end.send(found)
+
+    ends, ranks = [], []
+    for _ in range(2):
+        here, there = fork.Pipe(duplex=False)
+        ranks.append(fork.Process(target=on_rank, args=(there,)))
+        ranks[-1].start()
+        there.close()
+        ends.append(here)
+    first, second = (end.recv() for end in ends)
+    for rank in ranks:
+        rank.join()
+    return {work: max(first[work], second[work]) for work in works}
+
+
+def compare(rounds: int, meshes: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the seconds of each preset and mesh, measured and in virtual time, and their ratio."""
+    runs = [(config, mesh) for config in CONFIGS for mesh in meshes]
+    asked = [program for run in runs for program in virtual_step(*run, CpuMachine({}))]
+    works = sorted({work_of(*each) for program in asked for each in program.works if each[0] not in NO_TIME})
+    known = dict.fromkeys(works, math.inf)
+    measured = dict.fromkeys(runs, math.inf)
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(rounds):
+            known = {work: min(known[work], seconds) for work, seconds in works_s(works).items()}
+            measured = {run: min(measured[run], real_steps(*run, Path(folder))) for run in runs}
+    factor, launch = beside_the_table(known, [measured[config, ONE_RANK] for config in CONFIGS])
+    machine, results = CpuMachine(known, factor, launch), []
+    for (config, mesh), seconds in measured.items():
+        virtual = max(map(on_one_thread, virtual_step(config, mesh, machine)))
+        about = {"config": config, "mesh": mesh, "factor": factor, "launch_s": launch}
+        results.append({**about, "measured_s": seconds, "virtual_s": virtual, "ratio": virtual / seconds})
+    return results
+
+
+def beside_the_table(known: dict[Asked, float], measured: Sequence[float]) -> tuple[float, float]:
+    """Returns factor and launch of a CpuMachine on which steps of one rank take as long as measured, a step
+    for each preset. Raises ValueError if one of them would be negative."""
+    rows, left = [], []
+    for config, seconds in zip(CONFIGS, measured, strict=True):
+        (without,), (once,) = (virtual_step(config, ONE_RANK, CpuMachine(known, each)) for each in (0.0, 1.0))
+        launches = len(_works(once, of_computing=True)) + len(_works(once, of_computing=False))
+        rows.append([on_one_thread(once) - on_one_thread(without), float(launches)])
+        left.append(seconds - on_one_thread(without))
+    matrix, right = (torch.tensor(each, dtype=torch.float64) for each in (rows, left))
+    factor, launch = torch.linalg.solve(matrix, right).tolist()
+    if min(factor, launch) < 0:
+        raise ValueError(
+            f"An elementwise launch would take {factor:.2f} copies and a launch {1e6 * launch:.1f} us: other "
+            "programs have slowed some of the steps of one rank. Run it again while nothing else runs."
+        )
+    return factor, launch
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="default %(default)s")
+    parser.add_argument("--meshes", nargs="+", choices=MESHES, default=list(MESHES), help="default: all")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures there")
+    options = parser.parse_args(argv)
+    device_build.build()
+    found = compare(options.rounds, list(dict.fromkeys([ONE_RANK, *options.meshes])))
+    rows = [
+        [
+            f"{each['config']}, {each['mesh']}",
+            f"{1e3 * each['measured_s']:.0f}",
+            f"{1e3 * each['virtual_s']:.0f}",
+            f"{each['ratio']:.2f}",
+        ]
+        for each in found
+    ]
+    print(table(["ms a step", "measured", "virtual", "ratio"], rows))
+    print(
+        f"Set by {ONE_RANK}: an elementwise launch takes {found[0]['factor']:.2f} times a copy of its "
+        f"bytes, and each launch {1e6 * found[0]['launch_s']:.1f} us."
+    )
+    if options.json:
+        write_records(options.json, {"facts": facts(), "results": found})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
