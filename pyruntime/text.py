@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 LONGEST = 80
@@ -30,6 +30,26 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def as_lines(document: Mapping[str, Any]) -> str:
+    """Returns the document as JSON, with a line for each entry of its lists and mappings."""
+    parts = [f" {json.dumps(key)}: {_entries(value)}" for key, value in document.items()]
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _entries(value: Any) -> str:
+    if value and isinstance(value, dict):
+        begin, lines, end = (
+            "{",
+            [f"{json.dumps(str(k))}: {json.dumps(each)}" for k, each in value.items()],
+            "}",
+        )
+    elif value and isinstance(value, list):
+        begin, lines, end = "[", [json.dumps(each) for each in value], "]"
+    else:
+        return json.dumps(value)
+    return f"{begin}\n  " + ",\n  ".join(lines) + f"\n {end}"
 
 
 def toml_value(value: object) -> str:

@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-
-def as_lines(document: Mapping[str, Any]) -> str:
-    """Returns the document as JSON, with a line for each entry of its lists and mappings."""
-    parts = [f" {json.dumps(key)}: {_entries(value)}" for key, value in document.items()]
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def _entries(value: Any) -> str:
-    if value and isinstance(value, dict):
-        begin, lines, end = (
-            "{",
-            [f"{json.dumps(str(k))}: {json.dumps(each)}" for k, each in value.items()],
-            "}",
-        )
-    elif value and isinstance(value, list):
-        begin, lines, end = "[", [json.dumps(each) for each in value], "]"
-    else:
-        return json.dumps(value)
-    return f"{begin}\n  " + ",\n  ".join(lines) + f"\n {end}"
+from pyruntime.text import as_lines
 
 
 def write_records(path: str | Path, document: Mapping[str, Any]) -> None:

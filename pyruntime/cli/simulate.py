@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pyruntime.cli import train
 from pyruntime.cli.arguments import take_count, take_option, writing
+from pyruntime.text import as_lines
 from pyruntime.train.errors import ConfigError, refusing
 
 DESCRIPTION = """Runs a step of the trainer in virtual time, on --gpus N GPUs of which none need be there: the
@@ -50,7 +51,5 @@ def keep(path: Path, line: dict[str, object]) -> None:
     has stays. Raises ConfigError."""
     with refusing("--json: "), writing(f"--json: {path}"):
         document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"results": []}
-        lines = [*(each for each in document.pop("results") if each["command"] != line["command"]), line]
-        others = "".join(f" {json.dumps(name)}: {json.dumps(each)},\n" for name, each in document.items())
-        text = ",\n  ".join(map(json.dumps, lines))
-        path.write_text(f'{{\n{others} "results": [\n  {text}\n ]\n}}\n', encoding="utf-8")
+        others = [each for each in document["results"] if each["command"] != line["command"]]
+        path.write_text(as_lines({**document, "results": [*others, line]}), encoding="utf-8")

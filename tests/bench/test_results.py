@@ -37,7 +37,7 @@ def test_every_result_has_one_row_and_a_document_that_shows_what_was_found():
         assert sum(bool(one.fullmatch(name)) for one, _ in listed) == 1, f"{name}: not one row in {INDEX}"
     for one, row in listed:
         assert any(one.fullmatch(name) for name in files), f"no such file: {row}"
-        (module,) = set(re.findall(r"-m (bench(?:\.\w+)+)", row))
+        (module,) = set(re.findall(r"-m (bench(?:\.\w+)+|pyruntime \w+)", row))
         texts_of = [(RESULTS / document).read_text() for document in re.findall(r"\]\(([^)]+)\)", row)]
         of_row = [Path(name).name for name in files if one.fullmatch(name)]
         cited = [

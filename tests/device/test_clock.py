@@ -411,7 +411,9 @@ def test_what_a_first_run_needs_is_said(tmp_path, monkeypatch, capsys):
     assert "simulate needs the number of GPUs, --gpus N" in capsys.readouterr().err
 
 
-RECORDED = json.loads((Path(__file__).parents[2] / "bench/results/planning/clock.json").read_text())["results"]
+RECORDED = json.loads((Path(__file__).parents[2] / "bench/results/planning/clock.json").read_text())[
+    "results"
+]
 
 
 @pytest.mark.parametrize("line", RECORDED, ids=lambda line: line["command"])
