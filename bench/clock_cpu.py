@@ -9,7 +9,7 @@ presets take as long as measured. With them the steps of two ranks are predicted
 
 A CPU rank has no streams and no copy engines: it reads its peers' memory in place, so a transfer takes
 nothing by itself, and what the program puts on several streams counts one after the other. Real runs and
-rounds of the table take turns, and the fastest round counts, because whatever else runs here slows both.
+rounds of the table take turns, and the fastest step and call count, because whatever else runs here slows both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import dataclasses
 import json
 import math
 import multiprocessing
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -54,6 +53,7 @@ MESHES = {
 ALWAYS = "--train.dtype fp32 --train.val_every 0 --checkpoint.every_steps 0 --train.threads 1 "
 ALWAYS += "--optimizer.on_bad_step skip"  # reads each step's norm, so that the host does not run ahead
 REAL_STEPS, LEFT_OUT = 8, 2
+"""Steps of a run, and those that first prepare it."""
 LEAST_S, MOST_CALLS = 0.02, 200
 """The shortest time for which a work is repeated, and the most repetitions."""
 TWO_RANKS = dataclasses.replace(Cluster.of_ranks(2), memory_bytes=64e9, peak_flops=1e12)
@@ -130,7 +130,7 @@ def _common(span: Span, idle: Iterable[tuple[float, float]]) -> float:
 
 
 def real_steps(config: str, mesh: str, folder: Path) -> float:
-    """Returns the median seconds of a step of a run on ranks of this machine; a run of one rank is beside
+    """Returns the seconds of the fastest step of a run on ranks of this machine; a run of one rank is beside
     another."""
     ranks, flags = MESHES[mesh]
 
@@ -144,14 +144,14 @@ def real_steps(config: str, mesh: str, folder: Path) -> float:
         if done.returncode:
             raise RuntimeError(f"{mesh}: the run has failed: {done.stderr[-2000:]}")
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        return statistics.median([json.loads(line)["step_time_s"] for line in lines][LEFT_OUT:])
+        return min(json.loads(line)["step_time_s"] for line in lines[LEFT_OUT:])
 
     with ThreadPoolExecutor(2) as pool:
         return max(pool.map(run, range(2 // ranks)))
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Returns the median seconds of a call, of as many as fill LEAST_S."""
+    """Returns the seconds of the fastest call, of as many as fill LEAST_S."""
     call()
     taken: list[float] = []
     until = time.perf_counter() + LEAST_S
@@ -159,7 +159,7 @@ def timed(call: Callable[[], object]) -> float:
         began = time.perf_counter()
         call()
         taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
+    return min(taken)
 
 
 def work_s(work: Asked) -> float:
