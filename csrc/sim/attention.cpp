@@ -49,9 +49,27 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
   return {heads_like(q), heads_like(k), heads_like(v), at::Tensor()};
 }
 
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor,
+           at::Tensor>
+flash_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout, bool is_causal,
+              bool, std::optional<double> scale) {
+  return forward(q, k, v, {}, dropout, is_causal, false, scale);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
+    const at::Tensor&, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor&,
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt, c10::SymInt, double, bool is_causal,
+    const at::Tensor&, const at::Tensor&, std::optional<double>) {
+  enqueue(q.device().index(), "attention backward", [] {}, attention(q, k, is_causal, /*backward=*/true));
+  return {heads_like(q), heads_like(k), heads_like(v)};
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_scaled_dot_product_fused_attention_overrideable", TORCH_FN(forward));
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", TORCH_FN(backward));
+  // CausalBias of torch.nn.attention calls these where queries follow earlier keys.
+  m.impl("_scaled_dot_product_flash_attention", TORCH_FN(flash_forward));
+  m.impl("_scaled_dot_product_flash_attention_backward", TORCH_FN(flash_backward));
 }
 
 }  // namespace

@@ -123,8 +123,10 @@ class Machine:
         backward: int,
     ) -> float:
         """Returns the seconds of attention that keeps no scores; `size`: bytes of an element. The backward
-        pass has 5 GEMMs where the forward pass has 2 (Dao 2023, FlashAttention-2, arXiv:2307.08691)."""
-        flops = 4.0 * batch * heads * queries * keys * features * (0.5 if causal else 1.0)
+        pass has 5 GEMMs where the forward pass has 2 (Dao 2023, FlashAttention-2, arXiv:2307.08691). causal:
+        the last query sees all keys, and each one before it one less."""
+        scores = queries * keys - (queries * queries / 2 if causal else 0)
+        flops = 4.0 * batch * heads * scores * features
         flops *= 2.5 if backward else 1.0
         rows = batch * features * size * (heads * queries + key_heads * keys) * 2
         return max(LAUNCH_S + flops / self.cluster.attention_flops, self.touch(rows))

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import bias
 
 from pyruntime import ops
 from pyruntime.clock import sim_device
@@ -47,6 +48,7 @@ def begin(seconds: Callable[[str, Sequence[int]], float], memory_bytes: float) -
     core().begin_clock(seconds)
     sim_device.begin(gigabytes=memory_bytes / 2**30)
     _C.use_device_library("privateuseone", str(library()))
+    bias.can_use_flash_attention = lambda *_: True  # as GPUs do; torch knows it of CUDA only
     dist.Backend.register_backend(BACKEND, _group, extended_api=True, devices=["cpu", "sim"])
     return core()
 
