@@ -16,6 +16,7 @@ from pyruntime.any_model.activations.fused_norms import fuse_norms
 from pyruntime.any_model.auto import auto_plan
 from pyruntime.any_model.first_call import FirstCall
 from pyruntime.any_model.layer_hooks import CutModel
+from pyruntime.any_model.llama4 import route_rows
 from pyruntime.any_model.plans import LEFT_WHOLE, Plan, find_plan
 from pyruntime.any_model.save_pretrained import save_whole
 from pyruntime.comm.exchange import different
@@ -106,6 +107,7 @@ def parallelize(
         for key, parameter in model.get_submodule(name).named_parameters():
             replaced_by_shard(parameter, f"{name}.{key}")
         setattr(model.get_submodule(parent), leaf, module)
+    route_rows(model)
     if names := axis_names((group, of_experts)):
         ForwardWatch(model, NotePasses(*names))
     if group.ranks > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -14,10 +15,12 @@ from pyruntime import ops
 from pyruntime.nn.module import LayerHook, ParallelModule
 from pyruntime.nn.parameters import Group, Part, TensorGroup
 from pyruntime.nn.tiers import OpUse, check_tier
+from pyruntime.ops.experts import SWIGLU, ExpertForm
 
 
 class ParallelExperts(ParallelModule):
-    """y = sum over slots j of p_j E_{i_j}(x), E_i(x) = down_i (silu(gate_i x) * up_i x), of E experts.
+    """y = sum over slots j of p_j E_{i_j}(x), E_i(x) = down_i (silu(gate_i x) * up_i x), of E experts; with
+    `bias` and `form` as `pyruntime.ops.experts` says.
 
     Call: layer(x, ids, weights) with x [M, D], the experts of each row, ids [M, k], and their weights p,
     [M, k]. With sequence_parallel all three have this rank's rows, as torch.tensor_split cuts them, and so
@@ -27,8 +30,9 @@ class ParallelExperts(ParallelModule):
     own, any number, and so has y; sequence_parallel is then not read. Each expert's gradient is summed over
     the rows of its group, and by `pyruntime.shard` over the ranks that hold it too.
 
-    State dict: "gate_up_proj" [E, 2 F, D], the gate's rows first, and "down_proj" [E, D, F], DTensors with
-    Shard(0): the names and shapes of transformers' experts.
+    State dict: "gate_up_proj" [E, 2 F, D], the gate's rows first, and "down_proj" [E, D, F], or as `form`
+    says, and with bias "gate_up_proj_bias" [E, 2 F] and "down_proj_bias" [E, D]; DTensors with Shard(0): the
+    names and shapes of transformers' experts.
 
     tier: as of `pyruntime.ops.experts`. hook: see ParallelModule. Raises ValueError where the group leaves a
     rank without an expert, and in a call without a group."""
@@ -40,6 +44,8 @@ class ParallelExperts(ParallelModule):
         width: int,
         *,
         group: Group | TensorGroup,
+        bias: bool = False,
+        form: ExpertForm = SWIGLU,
         sequence_parallel: bool = True,
         tier: str = "auto",
         dtype: torch.dtype | None = None,
@@ -47,21 +53,24 @@ class ParallelExperts(ParallelModule):
         hook: LayerHook | None = None,
     ):
         super().__init__(group, hook)
-        self.experts, self.features, self.width = experts, features, width
+        self.experts, self.features, self.width, self.form = experts, features, width, form
         self.sequence_parallel, self.tier = sequence_parallel, check_tier(tier)
-        gate_up = [Part("gate_up_proj", (experts, 2 * width, features))]
-        self.add_parameter("gate_up_proj", 0, gate_up, dtype, device)
-        self.add_parameter("down_proj", 0, [Part("down_proj", (experts, features, width))], dtype, device)
+        shapes = {"gate_up_proj": (2 * width, features), "down_proj": (features, width)}
+        for name, shape in shapes.items():
+            whole = (experts, *(reversed(shape) if form.transposed else shape))
+            self.add_parameter(name, 0, [Part(name, whole)], dtype, device)
+        for name, (rows, _) in shapes.items() if bias else ():
+            self.add_parameter(f"{name}_bias", 0, [Part(f"{name}_bias", (experts, rows))], dtype, device)
         self.reset_parameters()
 
     @classmethod
     def from_experts(cls, module: nn.Module, group: Group | TensorGroup, **options) -> Self:
         """Builds the parallel form of transformers' experts, which every rank holds whole. options: as in the
         constructor. Raises ValueError where they compute something else (`why_not`)."""
-        if why := why_not(module):
-            raise ValueError(f"{type(module).__name__} cannot be spread over ranks: {why}.")
-        experts, features, width = module.down_proj.shape
+        form = form_of(module)
+        experts, features, width = _shape_of(module, form)
         options = {"dtype": module.down_proj.dtype, **options, "device": "meta"}
+        options |= {"bias": hasattr(module, "down_proj_bias"), "form": form}
         return cls(experts, features, width, group=group, **options)._take({"": module})
 
     @property
@@ -76,7 +85,7 @@ class ParallelExperts(ParallelModule):
             return
         for name, layout in self._layouts.items():
             (part,) = layout.parts
-            bound = 1 / math.sqrt(part.shape[-1])
+            bound = 1 / math.sqrt(self.features if name.startswith("gate_up") else self.width)
             parameter = self._parameters[name]
             whole = torch.empty(part.shape, dtype=parameter.dtype, device=parameter.device)
             with torch.no_grad():
@@ -120,22 +129,25 @@ class ParallelExperts(ParallelModule):
                 "ParallelExperts needs a process group, of one rank at least; start pyruntime.Runtime and "
                 "pass runtime.tp."
             )
-        gate_up, down, device = self.gate_up_proj, self.down_proj, x.device.type
+        parameters, device = self._parameters, x.device.type
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
-            x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
+            x, parameters = x.to(dtype), {name: p.to(dtype) for name, p in parameters.items()}
         weights = weights.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
         y = ops.experts(
             x.contiguous(),
             ids,
             weights,
-            gate_up,
-            down,
+            parameters["gate_up_proj"],
+            parameters["down_proj"],
             self.group.name,
             experts=self.experts,
             cut=cut,
             rows=rows,
             tier=self.tier,
+            gate_up_bias=parameters.get("gate_up_proj_bias"),
+            down_bias=parameters.get("down_proj_bias"),
+            form=self.form,
         )
         if not is_compiling():
             every = x.shape[0] if not cut else rows or x.shape[0] * self.group.size
@@ -144,8 +156,8 @@ class ParallelExperts(ParallelModule):
 
     def op_uses(self) -> list[OpUse]:
         """The operator and its backward; n and k are those of gate_up."""
-        n, k = self.weight.shape[1:]
-        return [OpUse("forward", "experts", n, k), OpUse("backward", "experts_backward", n, k)]
+        sizes = 2 * self.width, self.features
+        return [OpUse("forward", "experts", *sizes), OpUse("backward", "experts_backward", *sizes)]
 
     def extra_repr(self) -> str:
         return (
@@ -154,29 +166,95 @@ class ParallelExperts(ParallelModule):
         )
 
 
+@dataclass(frozen=True)
+class _Given:
+    """What transformers' experts say of themselves."""
+
+    transposed: bool = False
+    concatenated: bool = True
+    has_bias: bool = False
+    has_gate: bool = True
+    has_norm: bool = False
+    scales_input: bool = False
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Self | None:
+        """None: it is no class of experts that keeps them in stacked parameters."""
+        if type(module).__name__ == "Llama4TextExperts":  # which says nothing
+            return cls(transposed=True, scales_input=True)
+        if not hasattr(module, "is_concatenated") or not hasattr(module, "has_gate"):
+            return None
+        has_norm = getattr(module, "has_post_expert_norm", False)
+        return cls(module.is_transposed, module.is_concatenated, module.has_bias, module.has_gate, has_norm)
+
+
 def looks_like_experts(module: nn.Module) -> bool:
     """Whether it is a class of experts of transformers, which keeps them in stacked parameters."""
-    return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
+    return _Given.of(module) is not None
 
 
 def why_not(module: nn.Module) -> str:
     """Says why the experts of a model are not those that ParallelExperts computes; "" where they are."""
-    if not looks_like_experts(module):
+    given = _Given.of(module)
+    if given is None:
         return "it has no gate_up_proj and down_proj of all experts"
-    if not module.has_gate or module.has_bias or module.is_transposed or not module.is_concatenated:
-        return "its experts have biases, no gate, or another order of their weights"
-    if getattr(module, "has_post_expert_norm", False):
+    if not given.has_gate:
+        return "its experts have no gate"
+    if given.has_norm:
         return "its experts have a norm"
     names = {name for name, _ in module.named_parameters()}
-    if names != {"gate_up_proj", "down_proj"} or any(True for _ in module.buffers()):
-        return f"it holds {', '.join(sorted(names)) or 'nothing'}, not gate_up_proj and down_proj alone"
-    activation = getattr(module, "act_fn", None)
-    probe = torch.linspace(-6, 6, 25, device="cpu")
-    if activation is None or not torch.equal(activation(probe), nn.functional.silu(probe)):
-        return f"its activation is {type(activation).__name__}, not SiLU"
-    if type(module)._apply_gate.__name__ != "_default_apply_gate":
-        return "it multiplies gate and up in its own way"
-    experts, features, width = module.down_proj.shape
-    if tuple(module.gate_up_proj.shape) != (experts, 2 * width, features):
-        return f"gate_up_proj is {list(module.gate_up_proj.shape)} and down_proj {[experts, features, width]}"
+    wanted = {"gate_up_proj", "down_proj"}
+    if given.has_bias:
+        wanted |= {"gate_up_proj_bias", "down_proj_bias"}
+    if names != wanted or any(True for _ in module.buffers()):
+        return f"it holds {', '.join(sorted(names)) or 'nothing'}, not {', '.join(sorted(wanted))} alone"
+    form = _form_of(module, given)
+    if form is None:
+        return "it joins gate and up in its own way"
+    experts, features, width = _shape_of(module, form)
+    shape = (features, 2 * width) if form.transposed else (2 * width, features)
+    gate_up, down = (list(p.shape) for p in (module.gate_up_proj, module.down_proj))
+    if gate_up != [experts, *shape]:
+        return f"gate_up_proj is {gate_up} and down_proj {down}"
     return ""
+
+
+def form_of(module: nn.Module) -> ExpertForm:
+    """Returns the form of a model's experts. Raises ValueError where ParallelExperts computes something else
+    (`why_not`)."""
+    why, given = why_not(module), _Given.of(module)
+    form = None if why or given is None else _form_of(module, given)
+    if form is None:
+        raise ValueError(f"{type(module).__name__} cannot be spread over ranks: {why}.")
+    return form
+
+
+def _shape_of(module: nn.Module, form: ExpertForm) -> tuple[int, int, int]:
+    """Returns E, D and F of experts."""
+    experts, rows, columns = module.down_proj.shape
+    return (experts, columns, rows) if form.transposed else (experts, rows, columns)
+
+
+_PROBE = torch.arange(96, dtype=torch.float64, device="cpu").mul(1.7).sin().view(12, 8)
+
+
+def _form_of(module: nn.Module, given: _Given) -> ExpertForm | None:
+    """Returns the form whose results on some numbers are those of the experts; None where there is none."""
+    numbers: dict[str, float] = {}
+    for name in ("alpha", "limit"):
+        for number in (getattr(module, key, None) for key in (name, f"swiglu_{name}")):
+            if isinstance(number, int | float):
+                numbers[name] = float(number)
+    probe = _PROBE * (2 * numbers.get("limit", 3.0))
+    if hasattr(type(module), "_apply_gate"):
+        found = type(module)._apply_gate(module, probe)
+    else:
+        gate, up = probe.chunk(2, -1)
+        found = module.act_fn(gate) * up
+    for shift in (0.0, 1.0):
+        form = ExpertForm(
+            given.transposed, not given.concatenated, given.scales_input, shift=shift, **numbers
+        )
+        if torch.allclose(found.double(), form.join(probe), rtol=1e-5, atol=1e-6):
+            return form
+    return None

@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from pyruntime.comm.groups import Group, group_name
 from pyruntime.ops.primitives import ROWS_UNKNOWN
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """How experts join gate and up, and how their matrices lie:
+
+        join(gate, up) = (up' + shift) * gate' * sigmoid(alpha * gate')
+
+    where gate' is gate, but at most `limit`, and up' is up within [-limit, limit]. The defaults are SwiGLU;
+    GPT-OSS has alpha 1.702, limit 7 and shift 1."""
+
+    transposed: bool = False
+    """Whether gate_up is [E_r, D, 2 F] and down [E_r, F, D]."""
+    interleaved: bool = False
+    """Whether gate_up gives gate in even columns and up in odd ones, not all of gate first."""
+    scales_input: bool = False
+    """Whether a row's weight multiplies an expert's input, not its output (Llama 4)."""
+    alpha: float = 1.0
+    limit: float = math.inf
+    shift: float = 0.0
+
+    def join(self, gate_up: Tensor) -> Tensor:
+        """The definition: [.., 2 F] -> [.., F]."""
+        halves = (gate_up[..., ::2], gate_up[..., 1::2]) if self.interleaved else gate_up.chunk(2, -1)
+        gate, up = halves[0].clamp(max=self.limit), halves[1].clamp(-self.limit, self.limit)
+        return (up + self.shift) * gate * torch.sigmoid(self.alpha * gate)
+
+
+SWIGLU = ExpertForm()
 
 
 def experts(
@@ -21,9 +53,12 @@ def experts(
     cut: bool = True,
     rows: int | None = None,
     tier: str = "auto",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    form: ExpertForm = SWIGLU,
 ) -> Tensor:
-    """Y_r [M_r, D] = sum over slots j of p_j E_{i_j}(X_r), with E_i(x) = down_i (silu(gate) * up) and [gate |
-    up] = gate_up_i x, each row of X computed where its experts are.
+    """Y_r [M_r, D] = sum over slots j of p_j E_{i_j}(X_r), with E_i(x) = down_i join(gate, up) [+ bias], join
+    that of `form`, and [gate | up] = gate_up_i x [+ bias], each row of X computed where its experts are.
 
     Rows are cut over the group as torch.tensor_split cuts them, experts as torch.chunk does: rank r holds
     E_r = ceil(E / P) of them, the last ranks fewer. Rows are gathered in chunks; the experts take theirs from
@@ -50,6 +85,8 @@ def experts(
         cut: whether rows are cut over the group.
         rows: M, of cut rows. None: the ranks exchange their numbers of rows.
         tier: "auto", "chunked" or "unfused", as of the primitives.
+        gate_up_bias, down_bias: [E_r, 2 F] and [E_r, D]; or neither.
+        form: see `ExpertForm`. With scales_input, Y sums E_{i_j}(p_j X_r).
 
     For the backward, gate_up's results [rows of this rank's experts, 2 F] are kept, and between hosts those
     rows. Raises ValueError for shapes that do not fit and ids that are no experts', TypeError for dtypes,
@@ -62,10 +99,18 @@ def experts(
         weights,
         gate_up,
         down,
+        gate_up_bias,
+        down_bias,
         group_name(group),
         experts,
         cut,
         ROWS_UNKNOWN if rows is None else rows,
         tier,
+        form.transposed,
+        form.interleaved,
+        form.scales_input,
+        form.alpha,
+        form.limit,
+        form.shift,
     )
     return found[0]

@@ -126,19 +126,26 @@ def _(x, group):
 
 
 @torch.library.register_fake("pyruntime::experts")
-def _(x, ids, weights, gate_up, down, group, experts, cut, rows, tier):
+def _(x, ids, weights, gate_up, down, gate_up_bias, down_bias, group, experts, cut, rows, *form):
     precise = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = _gathered_rows(x, group, 0, rows) if cut else x.shape[0]
     routed = torch.library.get_ctx().new_dynamic_size()
+    transposed = form[1]
     return [
         x.new_empty(x.shape),
         x.new_empty([rows, 2 * ids.shape[1]], dtype=precise),
-        x.new_empty([routed, gate_up.shape[1]]),
+        x.new_empty([routed, gate_up.shape[2 if transposed else 1]]),
         x.new_empty([torch.library.get_ctx().new_dynamic_size(), x.shape[1]]),
     ]
 
 
 @torch.library.register_fake("pyruntime::experts_backward")
-def _(grad, x, table, hidden, kept, gate_up, down, *_):
+def _(grad, x, table, hidden, kept, gate_up, down, down_bias, *_):
     weights = table.new_empty([x.shape[0], table.shape[1] // 2])
-    return [x.new_empty(x.shape), weights, gate_up.new_empty(gate_up.shape), down.new_empty(down.shape)]
+    found = [x.new_empty(x.shape), weights, gate_up.new_empty(gate_up.shape), down.new_empty(down.shape)]
+    if down_bias is not None:
+        found += [
+            gate_up.new_empty([gate_up.shape[0], hidden.shape[1]]),
+            down_bias.new_empty(down_bias.shape),
+        ]
+    return found

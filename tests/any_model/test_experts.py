@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import MixtralForCausalLM
+from transformers import GptOssConfig, MixtralForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from pyruntime import explain, parallelize, shard, verify
 from pyruntime.nn import ParallelExperts
-from pyruntime.nn.parallel_experts import why_not
+from pyruntime.nn.parallel_experts import form_of, why_not
+from pyruntime.ops.experts import ExpertForm
 from tests.any_model.test_auto import BATCH, COMMON, EXPERTS, IDS, build
 from tests.nn.cases import assert_near
 from tests.ranks import RankError
@@ -36,8 +38,12 @@ SHAPES = {
     "DeepseekV2": COMMON | LATENT | GROUPED,
     "DeepseekV3": COMMON | LATENT | GROUPED,
     "Glm4Moe": COMMON | GROUPED,
+    "GptOss": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.5},
+    "Llama4Text": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 48},
+    "MiniMaxM2": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 """Models whose experts are spread."""
+NEMOTRON = COMMON | ROUTED | {"layers_block_type": ["moe", "full_attention"], "n_group": 1, "topk_group": 1}
 
 
 def is_the_whole_model(group, name: str) -> None:
@@ -82,25 +88,28 @@ def test_with_more_ranks_than_experts_they_stay_whole(ranks):
 
 
 def others_stay(group) -> dict[str, str]:
-    kinds = {
-        "GptOss": COMMON | EXPERTS | {"num_local_experts": 4},
-        "Llama4Text": COMMON | {"num_local_experts": 4, "intermediate_size_mlp": 48, "pad_token_id": 0},
-    }
-    found = {}
-    for name, shape in kinds.items():
-        whole = build(name, {name: shape})
-        model = parallelize(copy.deepcopy(whole), group, "auto")
-        verify(model, whole, BATCH, tolerance=1e-5)
-        left = explain(model).left_whole
-        (found[name],) = {why for key, why in left.items() if "experts" in key.split(".")}
-    return found
+    """Experts of another kind."""
+    whole = build("NemotronH", {"NemotronH": NEMOTRON})
+    model = parallelize(copy.deepcopy(whole), group, "auto")
+    verify(model, whole, BATCH, tolerance=1e-5)
+    return {name.rsplit(".", 1)[-1]: why for name, why in explain(model).left_whole.items()}
 
 
 @pytest.mark.second_tier
 def test_experts_of_another_kind_stay_whole_and_it_is_said(ranks):
-    found = ranks.run(others_stay, 2)[0]
-    assert "its experts have biases" in found["GptOss"], found
-    assert found["Llama4Text"] == "experts of this kind are not spread over ranks", found
+    assert ranks.run(others_stay, 2)[0]["experts"] == "its experts have no gate"
+
+
+class Own(GptOssExperts):
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return super()._apply_gate(gate_up).abs()
+
+
+def test_experts_are_known_by_what_they_compute():
+    config = GptOssConfig(**SHAPES["GptOss"])
+    form = form_of(GptOssExperts(config))
+    assert form == ExpertForm(transposed=True, interleaved=True, alpha=1.702, limit=0.5, shift=1.0)
+    assert why_not(Own(config)) == "it joins gate and up in its own way"
 
 
 def saved(group, folder: str) -> None:

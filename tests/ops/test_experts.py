@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyruntime import ops
 from pyruntime.comm import group_rank, group_size
+from pyruntime.ops.experts import ExpertForm
 from tests.ranks import RankError
 from tests.transports import TRANSPORTS, on_transport
 
@@ -17,13 +18,25 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 D, WIDTH = 24, 20
 
 
-def reference(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The definition, expert by expert."""
+GPT_OSS = ExpertForm(transposed=True, interleaved=True, alpha=1.702, limit=7.0, shift=1.0)
+
+
+def reference(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor
+) -> Tensor:
+    """The definition, expert by expert; with biases GPT-OSS'."""
     y = torch.zeros_like(x)
     for expert in range(gate_up.shape[0]):
         row, slot = (ids == expert).nonzero(as_tuple=True)
-        gate, up = (x[row] @ gate_up[expert].T).chunk(2, -1)
-        made = (weights[row, slot].unsqueeze(-1) * F.silu(gate) * up) @ down[expert].T
+        p = weights[row, slot].unsqueeze(-1)
+        if biases:
+            both = x[row] @ gate_up[expert] + biases[0][expert]
+            gate, up = both[:, ::2].clamp(max=7), both[:, 1::2].clamp(-7, 7)
+            joined = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            made = p * (joined @ down[expert] + biases[1][expert])
+        else:
+            gate, up = (x[row] @ gate_up[expert].T).chunk(2, -1)
+            made = (p * F.silu(gate) * up) @ down[expert].T
         y = y.index_add(0, row, made)
     return y
 
@@ -38,8 +51,11 @@ def routing(kind: str, generator: torch.Generator, rows: int, experts: int, k: i
     return scores.topk(k, dim=-1).indices
 
 
-def operands(seed: int, rows: int, experts: int, k: int, kind: str, dtype: torch.dtype) -> list[Tensor]:
-    """x, ids, weights, gate_up, down and a gradient of y, which `dtype` holds exactly; fp64."""
+def operands(
+    seed: int, rows: int, experts: int, k: int, kind: str, dtype: torch.dtype, gpt_oss: bool = False
+) -> list[Tensor]:
+    """x, ids, weights, gate_up, down, for GPT-OSS biases, and a gradient of y, which `dtype` holds exactly;
+    fp64."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -47,8 +63,15 @@ def operands(seed: int, rows: int, experts: int, k: int, kind: str, dtype: torch
 
     ids = routing(kind, generator, rows, experts, k)
     weights = torch.rand(rows, k, generator=generator).double()
-    down = draw(experts, D, WIDTH)
-    return [draw(rows, D), ids, weights, draw(experts, 2 * WIDTH, D), down, draw(rows, D)]
+    down, x, gate_up, grad = (
+        draw(*shape) for shape in ((experts, D, WIDTH), (rows, D), (experts, 2 * WIDTH, D), (rows, D))
+    )
+    if not gpt_oss:
+        return [x, ids, weights, gate_up, down, grad]
+    biases = [draw(experts, 2 * WIDTH), draw(experts, D)]
+    if dtype == torch.bfloat16:  # no rounding crosses the limit, where gradients jump
+        gate_up = gate_up / 8
+    return [x, ids, weights, gate_up.mT.contiguous(), down.mT.contiguous(), *biases, grad]
 
 
 def own(full: Tensor, group, cut: bool = True) -> Tensor:
@@ -62,8 +85,8 @@ def own_experts(full: Tensor, group) -> Tensor:
 
 
 def run(group, given: list[Tensor], dtype: torch.dtype, **options) -> list[Tensor]:
-    """y and the gradients of x, weights, gate_up and down on this rank."""
-    x, ids, weights, gate_up, down, grad = given
+    """y and the gradients of x, weights, gate_up, down and biases on this rank."""
+    x, ids, weights, gate_up, down, *biases, grad = given
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     cut = options.get("cut", True)
     leaves = [
@@ -71,26 +94,28 @@ def run(group, given: list[Tensor], dtype: torch.dtype, **options) -> list[Tenso
         own(weights, group, cut).to(precise),
         own_experts(gate_up, group).to(dtype),
         own_experts(down, group).to(dtype),
+        *(own_experts(bias, group).to(dtype) for bias in biases),
     ]
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-    y = ops.experts(leaves[0], own(ids, group, cut), *leaves[1:], group, experts=gate_up.shape[0], **options)
+    if biases:
+        options |= {"gate_up_bias": leaves[4], "down_bias": leaves[5], "form": GPT_OSS}
+    y = ops.experts(leaves[0], own(ids, group, cut), *leaves[1:4], group, experts=gate_up.shape[0], **options)
     y.backward(own(grad, group, cut).to(dtype))
     return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def case(group, seed, rows, experts, k, kind, dtype, options):
-    given = operands(seed, rows, experts, k, kind, dtype)
+def case(group, seed, rows, experts, k, kind, dtype, options, gpt_oss=False):
+    given = operands(seed, rows, experts, k, kind, dtype, gpt_oss)
     found = run(group, given, dtype, **options)
-    leaves = [given[i].clone().requires_grad_() for i in (0, 2, 3, 4)]
+    leaves = [each.clone().requires_grad_() for i, each in enumerate(given[:-1]) if i != 1]
     y = reference(leaves[0], given[1], *leaves[1:])
-    y.backward(given[5])
+    y.backward(given[-1])
     rows_cut = options.get("cut", True)
     of_rows, of_experts = (lambda t: own(t, group, rows_cut)), (lambda t: own_experts(t, group))
-    cut = (of_rows, of_rows, of_rows, of_experts, of_experts)
+    cut = (of_rows, of_rows, of_rows, of_experts, of_experts, of_experts, of_experts)
     wholes = [y.detach(), *(leaf.grad for leaf in leaves)]
-    for name, each, whole, part in zip(
-        ("y", "dx", "dp", "dgate_up", "ddown"), found, wholes, cut, strict=True
-    ):
+    names = ("y", "dx", "dp", "dgate_up", "ddown", "dgate_up_bias", "ddown_bias")
+    for name, each, whole, part in zip(names[: len(found)], found, wholes, cut[: len(found)], strict=True):
         exact = part(whole)
         assert each.shape == exact.shape, name
         if exact.numel():
@@ -121,6 +146,41 @@ def test_many_rows_of_few_experts_are_computed_as_they_arrive(ranks, transport):
 def test_one_rank_has_all_experts(ranks):
     for dtype in TOLERANCE:
         ranks.run(case, 1, 5, 33, 6, 2, "random", dtype, {})
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_biases_limits_and_transposed_matrices_of_gpt_oss(ranks, transport):
+    for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64)):
+        options = {"cut": i != 1}
+        ranks.run(on_transport, 3, transport, case, i, 41, 7, 3, "random", dtype, options, True)
+
+
+def joined(gate: Tensor, up: Tensor, group) -> list[Tensor]:
+    """What one expert of width 4 makes of gate and up, by an identity for `down`, and their gradients."""
+    both = torch.stack([gate, up], 1).flatten().double().requires_grad_()
+    x, weights = torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
+    x = torch.cat([x, torch.zeros(1, 3, dtype=torch.float64)], 1)
+    matrices = (
+        torch.cat([both[None], torch.zeros(3, 8, dtype=torch.float64)])[None],
+        torch.eye(4).double()[None],
+    )
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    y = ops.experts(x, ids, weights, *matrices, group, experts=1, form=GPT_OSS)
+    y.sum().backward()
+    return [y.detach()[0], *both.grad.view(4, 2).unbind(1)]
+
+
+def published_of_gpt_oss(group) -> list[Tensor]:
+    return joined(torch.tensor([1, 8, -9, 0.5]), torch.tensor([2, -8, 9, -0.25]), group)
+
+
+def test_known_values_of_gpt_oss(ranks):
+    """Beyond the limits of gate (from above) and up there is no gradient."""
+    y, dgate, dup = ranks.run(published_of_gpt_oss, 1)[0]
+    expected = torch.tensor([2.537387, -41.999719, -0.000016025, 0.262791]).double()
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=5e-7)
+    assert [value != 0 for value in dgate.tolist()] == [True, False, True, True]
+    assert [value != 0 for value in dup.tolist()] == [True, False, False, True]
 
 
 def published(group):
@@ -171,7 +231,8 @@ def wrong(group, change):
         arguments["down"] = arguments["down"].double()
     elif change == "k":
         arguments["weights"] = arguments["weights"][:, :1]
-    ops.experts(*arguments.values(), group, experts=experts)
+    biases = {"down_bias": torch.zeros(2, D)} if change == "bias" else {}
+    ops.experts(*arguments.values(), group, experts=experts, **biases)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +242,7 @@ def wrong(group, change):
         ("experts", r"its share of experts=5"),
         ("dtype", r"they must agree"),
         ("k", r"both must be \[4, k\]"),
+        ("bias", r"biases must be \[2, 40\] and \[2, 24\], .* or both left out"),
     ],
 )
 def test_what_does_not_fit_is_refused(ranks, change, said):

@@ -4,15 +4,25 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <limits>
+
 namespace pyruntime::layers {
 
-// y = p * silu(gate) * up: gate_up [m, 2F] = [gate | up], p [m]; returns [m, F].
-at::Tensor weighted_swiglu(const at::Tensor& gate_up, const at::Tensor& p);
+// How an expert joins gate and up: (up' + shift) * gate' * sigmoid(alpha * gate'), where gate' is gate up to
+// `limit`, and up' is up within [-limit, limit]. As it is here: SwiGLU.
+struct Gating {
+  double alpha = 1, limit = std::numeric_limits<double>::infinity(), shift = 0;
+  bool interleaved = false;  // gate in even columns, up in odd ones; else all of gate first
+};
+
+// y = p * gating(gate, up): gate_up [m, 2F], p [m]; returns [m, F].
+at::Tensor weighted_gating(const at::Tensor& gate_up, const at::Tensor& p, const Gating& gating);
 
 // Its gradients for `grad` [m, F]. Writes dgate_up [m, 2F], the result y [m, F] once more, and dp [m], the
-// dot product of each row of grad with silu(gate) * up.
-void weighted_swiglu_backward(const at::Tensor& grad, const at::Tensor& gate_up, const at::Tensor& p,
-                              const at::Tensor& dgate_up, const at::Tensor& y, const at::Tensor& dp);
+// dot product of each row of grad with gating(gate, up).
+void weighted_gating_backward(const at::Tensor& grad, const at::Tensor& gate_up, const at::Tensor& p,
+                              const Gating& gating, const at::Tensor& dgate_up, const at::Tensor& y,
+                              const at::Tensor& dp);
 
 // out[i] = the sum of values[places[j]] over begins[i] <= j < begins[i + 1], in that order, rounded once; on
 // CPUs. out [n, D], values [m, D]; begins has n + 1 numbers.

@@ -2,12 +2,15 @@
 // experts take those that were sent to them, chunk by chunk; what they make of a chunk leaves as soon as it
 // is summed over this rank's experts, and its owner sums over the ranks.
 //
-// Expert e of row t: y += down_e (p silu(gate) up), with [gate | up] = gate_up_e x. The weight p is within,
-// so that its gradient is known where the expert is, and no expert's result need be kept.
+// Expert e of row t: y += down_e (p gating(gate, up)) + p c_e, with [gate | up] = gate_up_e x + b_e. The
+// weight p is within, so that its gradient is known where the expert is, and no expert's result need be kept.
+// With `scales_input` it multiplies x there, and nothing else.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/index_select.h>
+#include <ATen/ops/mv.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -49,16 +52,39 @@ Held held_by(const Group& group, int64_t experts) {
   return {first, std::min(chunk, experts - first)};
 }
 
-Held check(const Operand& x, const at::Tensor& ids, const at::Tensor& weights, const at::Tensor& gate_up,
-           const at::Tensor& down, const Group& group, int64_t experts) {
+// The parameters of a rank's experts.
+struct Parameters {
+  at::Tensor gate_up, down;  // [E_r, 2F, D] and [E_r, D, F], or if `transposed` the latter two swapped
+  at::Tensor gate_up_bias, down_bias;  // [E_r, 2F] and [E_r, D]; both undefined for none
+  bool transposed;
+
+  int64_t features() const { return down.size(transposed ? 1 : 2); }  // F
+  bool has_bias() const { return gate_up_bias.defined(); }
+};
+
+Held check(const Operand& x, const at::Tensor& ids, const at::Tensor& weights, const Parameters& given,
+           const Group& group, int64_t experts) {
   const Held held = held_by(group, experts);
+  const at::Tensor &gate_up = given.gate_up, &down = given.down;
+  const int64_t in = given.transposed ? 1 : 2, out = 3 - in;
   const bool fit = gate_up.dim() == 3 && down.dim() == 3 && gate_up.size(0) == held.count &&
-                   down.size(0) == held.count && gate_up.size(2) == x.width && down.size(1) == x.width &&
-                   gate_up.size(1) == 2 * down.size(2);
+                   down.size(0) == held.count && gate_up.size(in) == x.width && down.size(out) == x.width &&
+                   gate_up.size(out) == 2 * down.size(in);
   TORCH_CHECK_VALUE(fit, kOp, ": gate_up has shape ", gate_up.sizes(), " and down ", down.sizes(),
                     "; for rows of ", x.width, " features rank ", group.rank(), " of ", group.world_size(),
-                    " needs [", held.count, ", 2 F, ", x.width, "] and [", held.count, ", ", x.width,
-                    ", F], its share of experts=", experts, ".");
+                    " needs [", held.count, ", 2 F, ", x.width, "] and [", held.count, ", ", x.width, ", F]",
+                    given.transposed ? " with the last two dimensions swapped" : "",
+                    ", its share of experts=", experts, ".");
+  const auto is_bias = [&](const at::Tensor& bias, int64_t width) {
+    return bias.dim() == 2 && bias.size(0) == held.count && bias.size(1) == width &&
+           bias.scalar_type() == gate_up.scalar_type();
+  };
+  const bool none = !given.gate_up_bias.defined() && !given.down_bias.defined();
+  TORCH_CHECK_VALUE(
+      none || (given.gate_up_bias.defined() && given.down_bias.defined() &&
+               is_bias(given.gate_up_bias, gate_up.size(out)) && is_bias(given.down_bias, x.width)),
+      kOp, ": biases must be [", held.count, ", ", gate_up.size(out), "] and [", held.count, ", ", x.width,
+      "], of the matrices' dtype ", gate_up.scalar_type(), ", or both left out; these are not.");
   TORCH_CHECK_TYPE(
       gate_up.scalar_type() == x.data.scalar_type() && down.scalar_type() == x.data.scalar_type(), kOp,
       ": x has dtype ", x.data.scalar_type(), ", gate_up ", gate_up.scalar_type(), " and down ",
@@ -86,12 +112,13 @@ at::Tensor gathered(Group& group, const at::Tensor& own, int64_t rows) {
   return GatherMatmul(whole, Op::kAllGather, Operand::of(own, 0, "ids"), RowsAre::kKept).rows().select(0, 0);
 }
 
-// rows @ matrix^T if `transposed`, else rows @ matrix, for the matrices of this rank's experts. Each is
-// arranged when its first rows come, and dropped after its last.
+// rows @ matrix^T [+ bias] if `transposed`, else rows @ matrix, for the matrices of this rank's experts. Each
+// is arranged when its first rows come, and dropped after its last.
 class ExpertGemms {
  public:
-  ExpertGemms(const at::Tensor& matrices, bool transposed, const ExpertRows& routed)
-      : matrices_(matrices), transposed_(transposed), routed_(routed) {
+  ExpertGemms(const at::Tensor& matrices, bool transposed, const ExpertRows& routed,
+              const at::Tensor& biases = {})
+      : matrices_(matrices), biases_(biases), transposed_(transposed), routed_(routed) {
     gemms_.resize(routed.experts());
     done_.resize(routed.experts());
   }
@@ -99,12 +126,13 @@ class ExpertGemms {
   void write(int64_t expert, const at::Tensor& out, const at::Tensor& rows) {
     const int64_t all = routed_.of(expert).count;
     if (!gemms_[expert]) gemms_[expert].emplace(matrices_.select(0, expert), transposed_, all);
-    gemms_[expert]->write(out.unsqueeze(0), rows.unsqueeze(0), /*bias=*/{}, /*accumulate=*/false);
+    const at::Tensor bias = biases_.defined() ? biases_.select(0, expert) : at::Tensor();
+    gemms_[expert]->write(out.unsqueeze(0), rows.unsqueeze(0), bias, /*accumulate=*/false);
     if ((done_[expert] += rows.size(0)) == all) gemms_[expert].reset();
   }
 
  private:
-  at::Tensor matrices_;
+  at::Tensor matrices_, biases_;
   bool transposed_;
   const ExpertRows& routed_;
   std::vector<std::optional<WeightGemm>> gemms_;
@@ -226,40 +254,54 @@ class AllRows {
   std::optional<GatherMatmul> gather_;
 };
 
-Route route_of(const char* op, const Operand& x, const at::Tensor& down, c10::string_view group,
+Route route_of(const char* op, const Operand& x, int64_t features, c10::string_view group,
                c10::string_view tier, bool cut, int64_t rows) {
-  Call call{.op = op, .x = x, .n = down.size(2), .k = x.width, .group = group, .tier = tier};
+  Call call{.op = op, .x = x, .n = features, .k = x.width, .group = group, .tier = tier};
   if (cut) call.rows = rows;
   return choose_route(call);
+}
+
+// Each row times its weight.
+at::Tensor weighted(const at::Tensor& rows, const at::Tensor& weights) {
+  return (rows * weights.unsqueeze(-1)).to(rows.scalar_type());
 }
 
 // Returns {y, table, hidden, kept}: this rank's rows of the result; for the backward the experts and weights
 // of all ranks' rows [rows, 2k], gate_up's results [routed, 2F], and between hosts the routed rows of x
 // [routed, D].
 Tensors experts(const at::Tensor& x_shard, const at::Tensor& ids, const at::Tensor& weights,
-                const at::Tensor& gate_up, const at::Tensor& down, c10::string_view group_name,
-                int64_t experts, bool cut, c10::SymInt all_rows, c10::string_view tier) {
+                const at::Tensor& gate_up, const at::Tensor& down,
+                const std::optional<at::Tensor>& gate_up_bias, const std::optional<at::Tensor>& down_bias,
+                c10::string_view group_name, int64_t experts, bool cut, c10::SymInt all_rows,
+                c10::string_view tier, bool transposed, bool interleaved, bool scales_input, double alpha,
+                double limit, double shift) {
   const Operand x = Operand::of(x_shard, 0, "x");
+  const Parameters of{gate_up, down, gate_up_bias.value_or(at::Tensor()), down_bias.value_or(at::Tensor()),
+                      transposed};
+  const layers::Gating gating{alpha, limit, shift, interleaved};
   Group& group = Group::get(std::string(group_name));
-  const Held held = check(x, ids, weights, gate_up, down, group, experts);
+  const Held held = check(x, ids, weights, of, group, experts);
   const c10::DeviceGuard on(x_shard.device());
-  const Route route = route_of(kOp, x, down, group_name, tier, cut, all_rows.expect_int());
+  const Route route = route_of(kOp, x, of.features(), group_name, tier, cut, all_rows.expect_int());
   AllRows rows_of_x(route, x, cut);
   const at::ScalarType precise = dtype_of_sums(x_shard);
   at::Tensor table = at::cat({ids.to(precise), weights.to(precise)}, 1);
   if (cut) table = gathered(group, table, route.rows);
   const ExpertRows routed(table, held.first, held.count);
-  const at::Tensor hidden = at::empty({routed.size(), gate_up.size(1)}, x_shard.options());
+  const at::Tensor hidden = at::empty({routed.size(), 2 * of.features()}, x_shard.options());
   const bool keep = cut && group.crosses_hosts(x_shard.device());
   const at::Tensor kept = at::empty({keep ? routed.size() : 0, x.width}, x_shard.options());
-  ExpertGemms up(gate_up, /*transposed=*/true, routed), back(down, /*transposed=*/true, routed);
+  const at::Tensor of_outputs = scales_input ? at::ones_like(routed.weights()) : routed.weights();
+  ExpertGemms up(gate_up, !transposed, routed, of.gate_up_bias), back(down, !transposed, routed);
   SumsOfExperts sums(
       route, x, routed, rows_at_once(route, routed, gate_up),
       [&](int64_t expert, const ExpertRows::Run& run, const Chunk& range, const at::Tensor& out) {
         const at::Tensor rows = keep ? run.of(kept) : at::empty({run.count, x.width}, x_shard.options());
         rows_of_x.copy(routed, expert, range, rows);
-        up.write(expert, run.of(hidden), rows);
-        back.write(expert, out, layers::weighted_swiglu(run.of(hidden), run.of(routed.weights())));
+        up.write(expert, run.of(hidden), scales_input ? weighted(rows, run.of(routed.weights())) : rows);
+        const at::Tensor p = run.of(of_outputs);
+        back.write(expert, out, layers::weighted_gating(run.of(hidden), p, gating));
+        if (of.has_bias()) out.add_(p.unsqueeze(1) * of.down_bias.select(0, expert));
       });
   MatmulScatter scatter(route, sums.parts(), /*all=*/!cut);
   rows_of_x.finish();
@@ -267,29 +309,32 @@ Tensors experts(const at::Tensor& x_shard, const at::Tensor& ids, const at::Tens
   return {y, table, hidden, kept};
 }
 
-// Returns {dx, dweights [own rows, k], dgate_up, ddown}. The gradients of the experts' matrices run while the
-// sums of dx travel.
+// Returns {dx, dweights [own rows, k], dgate_up, ddown} and, if there are biases, their gradients. Those of
+// the experts' parameters run while the sums of dx travel.
 Tensors experts_backward(const at::Tensor& grad, const at::Tensor& x_shard, const at::Tensor& table,
                          const at::Tensor& hidden, const at::Tensor& kept, const at::Tensor& gate_up,
-                         const at::Tensor& down, c10::string_view group_name, int64_t experts, bool cut,
-                         c10::string_view tier) {
+                         const at::Tensor& down, const std::optional<at::Tensor>& down_bias,
+                         c10::string_view group_name, int64_t experts, bool cut, c10::string_view tier,
+                         bool transposed, bool interleaved, bool scales_input, double alpha, double limit,
+                         double shift) {
   const Operand x = Operand::of(x_shard, 0, "x"), dy = Operand::of(grad.contiguous(), 0, "grad");
+  const layers::Gating gating{alpha, limit, shift, interleaved};
   Group& group = Group::get(std::string(group_name));
   const Held held = held_by(group, experts);
   const c10::DeviceGuard on(x_shard.device());
-  const Route route = route_of("experts_backward", dy, down, group_name, tier, cut, table.size(0));
+  const int64_t features = hidden.size(1) / 2;
+  const Route route = route_of("experts_backward", dy, features, group_name, tier, cut, table.size(0));
   const bool was_kept = cut && group.crosses_hosts(x_shard.device());
   AllRows rows_of_dy(route, dy, cut);
   std::optional<AllRows> rows_of_x;
   if (!was_kept) rows_of_x.emplace(route, x, cut);
   const ExpertRows routed(table, held.first, held.count);
-  const int64_t features = down.size(2);
   const auto empty = [&](int64_t width) { return at::empty({routed.size(), width}, x_shard.options()); };
   const at::Tensor dy_rows = empty(x.width), dhidden = empty(2 * features), products = empty(features);
   const at::Tensor x_rows = was_kept ? kept : empty(x.width);
   const at::Tensor dp = at::zeros({table.size(0) * table.size(1) / 2}, table.options());
-  ExpertGemms through_down(down, /*transposed=*/false, routed);
-  ExpertGemms through_up(gate_up, /*transposed=*/false, routed);
+  const at::Tensor of_outputs = scales_input ? at::ones_like(routed.weights()) : routed.weights();
+  ExpertGemms through_down(down, transposed, routed), through_up(gate_up, transposed, routed);
   SumsOfExperts sums(
       route, x, routed, rows_at_once(route, routed, gate_up),
       [&](int64_t expert, const ExpertRows::Run& run, const Chunk& range, const at::Tensor& out) {
@@ -298,27 +343,48 @@ Tensors experts_backward(const at::Tensor& grad, const at::Tensor& x_shard, cons
         const at::Tensor dproduct = at::empty({run.count, features}, x_shard.options());
         through_down.write(expert, dproduct, run.of(dy_rows));
         const at::Tensor dots = at::empty({run.count}, table.options());
-        layers::weighted_swiglu_backward(dproduct, run.of(hidden), run.of(routed.weights()), run.of(dhidden),
-                                         run.of(products), dots);
-        dp.index_copy_(0, run.of(routed.places()), dots);
+        layers::weighted_gating_backward(dproduct, run.of(hidden), run.of(of_outputs), gating,
+                                         run.of(dhidden), run.of(products), dots);
         through_up.write(expert, out, run.of(dhidden));
+        if (scales_input) {
+          dots.copy_((run.of(x_rows).to(dots.scalar_type()) * out).sum(-1));
+          out.copy_(weighted(out, run.of(routed.weights())));
+        } else if (down_bias) {
+          const at::Tensor bias = down_bias->select(0, expert).to(dots.scalar_type());
+          dots.add_(at::mv(run.of(dy_rows).to(dots.scalar_type()), bias));
+        }
+        dp.index_copy_(0, run.of(routed.places()), dots);
       });
   MatmulScatter scatter(route, sums.parts(), /*all=*/!cut);
   rows_of_dy.finish();
   if (rows_of_x) rows_of_x->finish();
-  const at::Tensor dgate_up = at::empty(gate_up.sizes(), gate_up.options());
-  const at::Tensor ddown = at::empty(down.sizes(), down.options());
+  const at::Tensor inputs = scales_input ? weighted(x_rows, routed.weights()) : x_rows;
+  Tensors of_parameters{gate_up.new_empty(gate_up.sizes()), down.new_empty(down.sizes())};
+  if (down_bias) {
+    of_parameters.push_back(gate_up.new_empty({held.count, 2 * features}));
+    of_parameters.push_back(down_bias->new_empty(down_bias->sizes()));
+  }
   for (int64_t expert = 0; expert < held.count; ++expert) {
     const ExpertRows::Run run = routed.of(expert);
-    WeightGradientGemm(run.of(dhidden), run.of(x_rows)).write(dgate_up.select(0, expert), 0, false);
-    WeightGradientGemm(run.of(dy_rows), run.of(products)).write(ddown.select(0, expert), 0, false);
+    const auto write = [&](const at::Tensor& all, const at::Tensor& out_rows, const at::Tensor& in_rows) {
+      const at::Tensor &left = transposed ? in_rows : out_rows, &right = transposed ? out_rows : in_rows;
+      WeightGradientGemm(run.of(left), run.of(right)).write(all.select(0, expert), 0, false);
+    };
+    write(of_parameters[0], dhidden, inputs);
+    write(of_parameters[1], dy_rows, products);
+    if (!down_bias) continue;
+    of_parameters[2].select(0, expert).copy_(run.of(dhidden).sum(0));
+    of_parameters[3].select(0, expert).copy_(
+        at::mv(run.of(dy_rows).to(table.scalar_type()).t(), run.of(of_outputs)));
   }
   const at::Tensor dx = scatter.finish().view(x_shard.sizes());
   // Every weight belongs to one expert, so only one rank's term is not zero.
   const at::Tensor terms = dp.view({table.size(0), table.size(1) / 2});
   const at::Tensor dweights =
       cut ? call_reduce_scatter(terms, group_name, /*dim=*/0) : call_all_reduce(terms, group_name);
-  return {dx, dweights, dgate_up, ddown};
+  Tensors result{dx, dweights};
+  result.insert(result.end(), of_parameters.begin(), of_parameters.end());
+  return result;
 }
 
 // --- autograd
@@ -326,18 +392,27 @@ Tensors experts_backward(const at::Tensor& grad, const at::Tensor& x_shard, cons
 struct Experts : Function<Experts> {
   static variable_list forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& ids,
                                const at::Tensor& weights, const at::Tensor& gate_up, const at::Tensor& down,
-                               c10::string_view group, int64_t count, bool cut, const c10::SymInt& rows,
-                               c10::string_view tier) {
+                               const std::optional<at::Tensor>& gate_up_bias,
+                               const std::optional<at::Tensor>& down_bias, c10::string_view group,
+                               int64_t count, bool cut, const c10::SymInt& rows, c10::string_view tier,
+                               bool transposed, bool interleaved, bool scales_input, double alpha,
+                               double limit, double shift) {
     variable_list outputs = [&] {
       at::AutoDispatchBelowADInplaceOrView guard;
-      return Operator<experts>::call(x, ids, weights, gate_up, down, group, count, cut, rows, tier);
+      return Operator<experts>::call(x, ids, weights, gate_up, down, gate_up_bias, down_bias, group, count,
+                                     cut, rows, tier, transposed, interleaved, scales_input, alpha, limit,
+                                     shift);
     }();
-    ctx->save_for_backward(
-        {x, saved_output(outputs[1]), saved_output(outputs[2]), saved_output(outputs[3]), gate_up, down});
+    ctx->save_for_backward({x, saved_output(outputs[1]), saved_output(outputs[2]), saved_output(outputs[3]),
+                            gate_up, down, down_bias.value_or(at::Tensor())});
     ctx->saved_data["group"] = std::string(group);
     ctx->saved_data["experts"] = count;
     ctx->saved_data["cut"] = cut;
     ctx->saved_data["tier"] = std::string(tier);
+    ctx->saved_data["transposed"] = transposed;
+    ctx->saved_data["interleaved"] = interleaved;
+    ctx->saved_data["scales_input"] = scales_input;
+    ctx->saved_data["gating"] = std::vector<double>{alpha, limit, shift};
     ctx->mark_non_differentiable({outputs[1], outputs[2], outputs[3]});
     return outputs;
   }
@@ -345,11 +420,15 @@ struct Experts : Function<Experts> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_second_derivatives(kOp);
     const Tensors saved = ctx->get_saved_variables();
+    const std::vector<double> gating = ctx->saved_data["gating"].toDoubleVector();
+    const std::optional<at::Tensor> bias = saved[6].defined() ? std::optional(saved[6]) : std::nullopt;
     const Tensors found = Operator<experts_backward>::call(
-        grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5],
+        grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], bias,
         ctx->saved_data["group"].toStringRef(), ctx->saved_data["experts"].toInt(),
-        ctx->saved_data["cut"].toBool(), ctx->saved_data["tier"].toStringRef());
-    variable_list result(10);
+        ctx->saved_data["cut"].toBool(), ctx->saved_data["tier"].toStringRef(),
+        ctx->saved_data["transposed"].toBool(), ctx->saved_data["interleaved"].toBool(),
+        ctx->saved_data["scales_input"].toBool(), gating[0], gating[1], gating[2]);
+    variable_list result(18);
     result[0] = found[0];
     std::copy(found.begin() + 1, found.end(), result.begin() + 2);
     return result;
@@ -361,12 +440,14 @@ struct Experts : Function<Experts> {
 void register_experts(torch::Library& m) {
   Operator<experts>::define_differentiable<Experts>(
       m,
-      "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, str group, int experts, "
-      "bool cut, SymInt rows, str tier) -> Tensor[]");
+      "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias, "
+      "Tensor? down_bias, str group, int experts, bool cut, SymInt rows, str tier, bool transposed, "
+      "bool interleaved, bool scales_input, float alpha, float limit, float shift) -> Tensor[]");
   Operator<experts_backward>::define(
       m,
       "experts_backward(Tensor grad, Tensor x, Tensor table, Tensor hidden, Tensor kept, Tensor gate_up, "
-      "Tensor down, str group, int experts, bool cut, str tier) -> Tensor[]");
+      "Tensor down, Tensor? down_bias, str group, int experts, bool cut, str tier, bool transposed, "
+      "bool interleaved, bool scales_input, float alpha, float limit, float shift) -> Tensor[]");
 }
 
 }  // namespace pyruntime
