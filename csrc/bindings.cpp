@@ -489,13 +489,16 @@ void bind_data_parallel(py::module_& m) {
           const py::gil_scoped_acquire gil;
           delete object;
         });
-        const auto take = [shared](const at::Tensor& dy, const at::Tensor& x, bool later) {
+        const auto take = [shared](const at::Tensor& dy, const at::Tensor& x, bool later, const Ends& ends) {
           const py::gil_scoped_acquire gil;
-          (*shared)(dy, x, later);
+          ends.empty() ? (*shared)(dy, x, later) : (*shared)(dy, x, later, ends);
         };
         set_weight_gradient_sink(weight, take, keeps);
       },
       py::arg("weight"), py::arg("sink"), py::arg("keeps") = true);
+  m.def("write_stack_gradient", &write_stack, py::arg("out"), py::arg("dy"), py::arg("x"), py::arg("ends"),
+        "out[e] = dy^T x over the rows of matrix e, which end before ends[e]; zero where there are none.",
+        NoGil());
   py::class_<WeightProduct, std::shared_ptr<WeightProduct>>(
       m, "WeightProduct", "out = dy^T x, or out += dy^T x, in pieces under the waits of this thread.")
       .def(py::init([](const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate) {

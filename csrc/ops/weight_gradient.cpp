@@ -97,12 +97,33 @@ bool has_sink_that_keeps(const at::Tensor& weight) {
 at::Tensor weight_gradient(const at::Tensor& weight, const at::Tensor& dy, const at::Tensor& x,
                            bool in_pieces) {
   if (const std::optional<Entry> found = entry_of(weight)) {
-    found->sink(as_matrix(dy), as_matrix(x), /*later=*/in_pieces && weight.device().is_cpu());
+    found->sink(as_matrix(dy), as_matrix(x), /*later=*/in_pieces && weight.device().is_cpu(), {});
     return {};
   }
   if (!in_pieces) return linear_wgrad(dy, x);
   at::Tensor out = at::empty({dy.size(2), x.size(2)}, x.options());
   write_in_pieces(out, as_matrix(dy.contiguous()), as_matrix(x.contiguous()), /*accumulate=*/false);
+  return out;
+}
+
+void write_stack(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, const Ends& ends) {
+  int64_t begin = 0;
+  for (int64_t matrix = 0; matrix < out.size(0); ++matrix) {
+    const int64_t rows = ends.at(matrix) - begin;
+    WeightGradientGemm(dy.narrow(0, begin, rows), x.narrow(0, begin, rows))
+        .write(out.select(0, matrix), 0, /*accumulate=*/false);
+    begin += rows;
+  }
+}
+
+at::Tensor stack_gradient(const at::Tensor& stack, const at::Tensor& dy, const at::Tensor& x,
+                          const Ends& ends) {
+  if (const std::optional<Entry> found = entry_of(stack)) {
+    found->sink(dy, x, /*later=*/false, ends);
+    return {};
+  }
+  at::Tensor out = at::empty(stack.sizes(), stack.options());
+  write_stack(out, dy, x, ends);
   return out;
 }
 

@@ -20,15 +20,20 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "ops/gemm/gemm.h"
 #include "ops/wait_queue.h"
 
 namespace pyruntime {
 
+// Where the rows of each matrix of a stack [E, N, K] end, E numbers; empty for one matrix.
+using Ends = std::vector<int64_t>;
+
 // dy [rows, N], x [rows, K], both contiguous or transposable without a copy. `later`: the op waits for other
-// hosts, so queueing them as a WeightProduct pays.
-using WeightGradientSink = std::function<void(const at::Tensor& dy, const at::Tensor& x, bool later)>;
+// hosts, so queueing them as a WeightProduct pays; false for stacks.
+using WeightGradientSink =
+    std::function<void(const at::Tensor& dy, const at::Tensor& x, bool later, const Ends& ends)>;
 
 // Sends the gradient of `weight` to `sink` from now on; an empty sink returns it to autograd. The weight is
 // identified by its memory, and its sink ends with it. `keeps`: the sink may read dY and X after it has
@@ -42,6 +47,11 @@ bool has_sink_that_keeps(const at::Tensor& weight);
 // multiply_later(), and thus with its bits.
 at::Tensor weight_gradient(const at::Tensor& weight, const at::Tensor& dy, const at::Tensor& x,
                            bool in_pieces = false);
+// out[e] = dy^T @ x over the rows of matrix e, zero where it has none: out [E, N, K] contiguous.
+void write_stack(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, const Ends& ends);
+// The gradient of a stack, written by write_stack(), or undefined if the stack's sink took dy and x.
+at::Tensor stack_gradient(const at::Tensor& stack, const at::Tensor& dy, const at::Tensor& x,
+                          const Ends& ends);
 // out = dy^T @ x, or out += dy^T @ x, of matrices, in the same pieces; on a device in one piece.
 void write_in_pieces(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate);
 

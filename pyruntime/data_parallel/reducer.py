@@ -145,10 +145,20 @@ class GradientReducer:
         self, weight: nn.Parameter, dy: Tensor, x: Tensor, last: bool, later: bool = False
     ) -> None:
         """See `Sharded.add_product`."""
-        if not self._of_passes.is_open:
-            raise RuntimeError("add_product() works only within passes(); enter it around the step.")
+        self._check_passes()
         index, owner = self._place_of[id(weight)]
         self._take_gemm(index, owner, dy, x, last, self._of_passes if later else None)
+
+    @torch.no_grad()
+    def add_gradient(self, weight: nn.Parameter, gradient: Tensor, last: bool) -> None:
+        """See `Sharded.add_gradient`."""
+        self._check_passes()
+        index, owner = self._place_of[id(weight)]
+        self._take(index, owner, gradient, last and not self._accumulating)
+
+    def _check_passes(self) -> None:
+        if not self._of_passes.is_open:
+            raise RuntimeError("Products are added only within passes(); enter it around the step.")
 
     def begin_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor) -> None:
         """Returns None; see `Sharded.begin_product`. It would hold a whole gradient for every micro-batch."""

@@ -409,6 +409,11 @@ class Sharded:
         if true, the product may be multiplied under waits."""
         self._gradients.add_product(weight, dy, x, last, later)
 
+    def add_gradient(self, weight: nn.Parameter, gradient: Tensor, last: bool) -> None:
+        """Adds a gradient within `passes()`, of a weight whose gradients autograd does not give. last: see
+        `add_product`."""
+        self._gradients.add_gradient(weight, gradient, last)
+
     def begin_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor) -> Callable[[], None] | None:
         """Begins to multiply, under waits, a product that is added later in the step. The returned function
         adds it. Returns None if `add_product` has to do it."""

@@ -1,8 +1,8 @@
-"""Linear layers whose weight has a sink: their backward gives (dY, X) to it instead of multiplying them.
+"""Weights with a sink: the backward of their layer gives (dY, X) to it instead of multiplying them.
 
-`_C.set_weight_gradient_sink(weight, take, keeps)` registers a sink, take(dY, X, later)
-(csrc/ops/weight_gradient.h). Where `later` is true, the op waits for other hosts, and `_C.WeightProduct`
-multiplies during such waits."""
+`_C.set_weight_gradient_sink(weight, take, keeps)` registers a sink, take(dY, X, later) of a linear, or
+take(dY, X, later, ends) of a stack of matrices (csrc/ops/weight_gradient.h). Where `later` is true, the op
+waits for other hosts, and `_C.WeightProduct` multiplies during such waits."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pyruntime.comm.core import _C
 from pyruntime.nn.linear import ParallelLinear
+from pyruntime.nn.parallel_experts import ParallelExperts
 from pyruntime.ops.primitives import linear
 
 
@@ -38,6 +39,18 @@ def weights_with_sinks(model: nn.Module) -> list[nn.Parameter]:
         if (type(module) is nn.Linear or (isinstance(module, ParallelLinear) and not module.transposed))
         and module.weight.requires_grad
         and readers[id(module.weight)] == 1
+    ]
+
+
+def stacks_with_sinks(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the trainable matrices of experts that can have a sink."""
+    readers = readers_of(model)
+    return [
+        stack
+        for module in model.modules()
+        if isinstance(module, ParallelExperts)
+        for stack in (module.gate_up_proj, module.down_proj)
+        if stack.requires_grad and readers[id(stack)] == 1
     ]
 
 
@@ -96,7 +109,7 @@ class InTurn:
 
 
 class AddedToGrad:
-    """A sink that adds the products of linear weights to their gradients: weight.grad += dY^T X."""
+    """A sink that adds the products of weights to their gradients: weight.grad += dY^T X."""
 
     def __init__(self) -> None:
         self._in_turn = InTurn()
@@ -124,6 +137,14 @@ class AddedToGrad:
             self._in_turn.add(finish)
         else:
             finish()
+
+    @torch.no_grad()
+    def add_gradient(self, weight: nn.Parameter, gradient: Tensor, last: bool = False) -> None:
+        """Adds a gradient to weight.grad. last: see `add_product`."""
+        if weight.grad is None:
+            weight.grad = gradient
+        else:
+            weight.grad.add_(gradient)
 
     @torch.no_grad()
     def begin_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor) -> Callable[[], None]:

@@ -278,7 +278,8 @@ def memory_of_rank(
         whole = ((matrices - of_experts) / cut + of_experts / cut_of_experts(mesh)) * mesh.z + vectors
         start = rules.weight * whole * (1 + 1 / shards if shards > 1 else 1) + process
     tokens = mesh.micro_batch * job.seq / mesh.cp
-    one, again = _one_layer(model, tokens, mesh, rules), mesh.recompute != "none"
+    one = _one_layer(model, tokens, mesh, rules)
+    less = mesh.recompute != "none" or model.experts > 0
     if job.adapters is not None and mesh.recompute != "full":
         one += 2 * tokens * job.adapters.features(mesh.tp)
     held = in_flight(mesh, rank, micro_batches)
@@ -286,9 +287,10 @@ def memory_of_rank(
     if job.adapters is not None:
         # Gradients of adapters do not wait: they are computed with those of the activations.
         held, waiting = held - waiting, 0.0
-    # A waiting weight gradient keeps about as much as the backward pass needs, if nothing is recomputed.
-    activations = (held - waiting if again else held) * layers * one
-    if again:
+    # A waiting weight gradient keeps about as much as the backward pass needs, unless that recomputes
+    # something or takes experts' rows again.
+    activations = (held - waiting if less else held) * layers * one
+    if less:
         activations += waiting * layers * _waiting_layer(model, tokens) / mesh.tp
     if mesh.recompute == "full":
         # All activations of one layer, while it is run again.
@@ -371,9 +373,10 @@ def _one_layer(model: ModelShape, tokens: float, mesh: Mesh, rules: Rules) -> fl
 
 def _waiting_layer(model: ModelShape, tokens: float) -> float:
     """Returns the bytes kept for a layer's waiting weight gradients: inputs of its linears and gradients of
-    their outputs, bf16."""
-    inputs = 2 * model.hidden + model.attention_width + model.wide
-    outputs = model.qkv + 2 * model.hidden + model.up
+    their outputs, bf16. Each expert of a token has rows of its own."""
+    copies = model.per_token if model.experts else 1
+    inputs = (1 + copies) * model.hidden + model.attention_width + model.wide
+    outputs = model.qkv + (1 + copies) * model.hidden + model.up
     return 2 * tokens * (inputs + outputs)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from pyruntime import comm
 from pyruntime.comm import CommError
 from pyruntime.llama import Llama
+from pyruntime.llama.mixture import Mixture
 from pyruntime.llama.model import ModelPart
 from pyruntime.llama.presets import preset
 from pyruntime.llama.stage import LlamaStage
@@ -305,6 +306,51 @@ def split_backward(group):
 def test_weight_gradients_of_all_linears_wait(ranks, world):
     for count, before, after in ranks.run(split_backward, world):
         assert count == 4 and all(before) and all(after)
+
+
+def split_backward_of_experts(group, dtype):
+    """How many products of a stage with experts wait in two passes. The gradients of its stacks have the bits
+    of those that autograd adds, and all those of products at once."""
+    mixture = Mixture(experts=5, per_token=2, width=40)
+    config = preset("debug", vocab_size=64, num_hidden_layers=3, mixture=mixture)
+    model = Llama(config, group, dtype=dtype, seed=1, part=ModelPart((1,), False, False))
+    stage = LlamaStage(model, [1], 2, [8])
+    stacks = {name: p for name, p in stage.named_parameters() if p.dim() == 3}
+    rows = len(torch.arange(16).tensor_split(group.size())[group.rank()])
+    generator = torch.Generator().manual_seed(group.rank())
+    inputs = [torch.randn(rows, config.hidden_size, generator=generator).to(dtype) for _ in range(2)]
+    found = []
+    for how in ("by autograd", "at once", "later"):
+        stage.zero_grad()
+        weights = None if how == "by autograd" else WeightGradients([stage])
+        waiting = []
+        for x in inputs:
+            y = stage(x.clone().requires_grad_())
+            if weights is None or how == "at once":
+                y.square().sum().backward()
+                continue
+            with weights.deferred() as products:
+                y.square().sum().backward()
+            assert all(p.grad is None for p in stacks.values())
+            waiting.append(products)
+        for products in waiting:
+            weights.take(products)
+        found.append({name: p.grad for name, p in stage.named_parameters()})
+        if weights is not None:
+            weights.close()
+    by_autograd, at_once, later = found
+    for name, gradient in later.items():
+        assert torch.equal(gradient, at_once[name]), name
+        assert name not in stacks or torch.equal(gradient, by_autograd[name]), name
+    return [len(products) for products in waiting], sorted(name.rsplit(".", 1)[-1] for name in stacks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradients_of_experts_wait_and_are_the_same_bits(ranks, dtype):
+    """Two linears of attention, and two stacks of matrices."""
+    for world in (1, 2):
+        for counts, stacks in ranks.run(split_backward_of_experts, world, dtype):
+            assert counts == [4, 4] and stacks == ["down_proj", "gate_up_proj"]
 
 
 # -- slices of sequences

@@ -29,6 +29,8 @@ class ExpertRows {
 
   int64_t experts() const { return static_cast<int64_t>(begins_.size()) - 1; }
   int64_t size() const { return begins_.back(); }
+  // Where the rows of each expert of this rank end.
+  std::vector<int64_t> ends() const { return {begins_.begin() + 1, begins_.end()}; }
   // All rows of an expert of this rank, counted from 0; those of a chunk.
   Run of(int64_t expert) const;
   Run of(int64_t expert, const Chunk& chunk) const;

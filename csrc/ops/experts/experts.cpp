@@ -28,6 +28,7 @@
 #include "ops/gemm/gemm.h"
 #include "ops/matmul_scatter.h"
 #include "ops/operators.h"
+#include "ops/weight_gradient.h"
 
 namespace pyruntime {
 
@@ -310,7 +311,7 @@ Tensors experts(const at::Tensor& x_shard, const at::Tensor& ids, const at::Tens
 }
 
 // Returns {dx, dweights [own rows, k], dgate_up, ddown} and, if there are biases, their gradients. Those of
-// the experts' parameters run while the sums of dx travel.
+// the experts' parameters run while the sums of dx travel; undefined if a sink took their operands.
 Tensors experts_backward(const at::Tensor& grad, const at::Tensor& x_shard, const at::Tensor& table,
                          const at::Tensor& hidden, const at::Tensor& kept, const at::Tensor& gate_up,
                          const at::Tensor& down, const std::optional<at::Tensor>& down_bias,
@@ -359,23 +360,20 @@ Tensors experts_backward(const at::Tensor& grad, const at::Tensor& x_shard, cons
   rows_of_dy.finish();
   if (rows_of_x) rows_of_x->finish();
   const at::Tensor inputs = scales_input ? weighted(x_rows, routed.weights()) : x_rows;
-  Tensors of_parameters{gate_up.new_empty(gate_up.sizes()), down.new_empty(down.sizes())};
+  const auto gradient = [&](const at::Tensor& stack, const at::Tensor& out_rows, const at::Tensor& in_rows) {
+    return stack_gradient(stack, transposed ? in_rows : out_rows, transposed ? out_rows : in_rows,
+                          routed.ends());
+  };
+  Tensors of_parameters{gradient(gate_up, dhidden, inputs), gradient(down, dy_rows, products)};
   if (down_bias) {
     of_parameters.push_back(gate_up.new_empty({held.count, 2 * features}));
     of_parameters.push_back(down_bias->new_empty(down_bias->sizes()));
-  }
-  for (int64_t expert = 0; expert < held.count; ++expert) {
-    const ExpertRows::Run run = routed.of(expert);
-    const auto write = [&](const at::Tensor& all, const at::Tensor& out_rows, const at::Tensor& in_rows) {
-      const at::Tensor &left = transposed ? in_rows : out_rows, &right = transposed ? out_rows : in_rows;
-      WeightGradientGemm(run.of(left), run.of(right)).write(all.select(0, expert), 0, false);
-    };
-    write(of_parameters[0], dhidden, inputs);
-    write(of_parameters[1], dy_rows, products);
-    if (!down_bias) continue;
-    of_parameters[2].select(0, expert).copy_(run.of(dhidden).sum(0));
-    of_parameters[3].select(0, expert).copy_(
-        at::mv(run.of(dy_rows).to(table.scalar_type()).t(), run.of(of_outputs)));
+    for (int64_t expert = 0; expert < held.count; ++expert) {
+      const ExpertRows::Run run = routed.of(expert);
+      const at::Tensor dy_of = run.of(dy_rows).to(table.scalar_type());
+      of_parameters[2].select(0, expert).copy_(run.of(dhidden).sum(0));
+      of_parameters[3].select(0, expert).copy_(at::mv(dy_of.t(), run.of(of_outputs)));
+    }
   }
   const at::Tensor dx = scatter.finish().view(x_shard.sizes());
   // Every weight belongs to one expert, so only one rank's term is not zero.
