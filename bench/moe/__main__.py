@@ -1,4 +1,4 @@
-"""Times an expert layer over ranks, beside two exchanges by torch.distributed and the work of experts alone.
+"""Times an expert layer over ranks, beside three exchanges over gloo and the work of experts alone.
 
     python -m torch.distributed.run --nproc-per-node 2 -m bench.moe [--json FILE] [--shapes TxDxF:EkK ...]
     python -m bench.netlab --hosts 2 --ranks-per-host 1 --rate 1gbit -- python -m bench.moe
@@ -20,7 +20,15 @@ import torch.distributed as dist
 from bench.common.limits import Held, Limits
 from bench.common.measuring import Sample, cases_of, interleave, parser_of, report_each, rounds_for, started
 from bench.common.tables import table
-from bench.moe.contenders import AllGather, AllToAll, Ours, alone, collectives, grouped_and_dense
+from bench.moe.contenders import (
+    AllGather,
+    AllToAll,
+    Ours,
+    Transformers,
+    alone,
+    collectives,
+    grouped_and_dense,
+)
 from bench.moe.problem import Case, check, everyones
 
 SHAPES = [f"1024x1024x{rest}{skew}" for rest in ("768:32k4", "2816:8k2") for skew in ("", ":2")]
@@ -28,7 +36,7 @@ SHAPES += ["64x1024x256:8k1", "64x1024x2816:8k2", "256x1024x768:128k8", "256x102
 SHAPES += ["1024x1024x256:128k8", "1024x1024x768:128k1", "4096x1024x256:32k2", "4096x1024x768:8k2"]
 QUICK = ["32x64x48:8k2", "32x64x48:4k2:2"]
 WARM_UP = 2
-PEERS = {"all_to_all": AllToAll, "all_gather": AllGather}
+PEERS = {"all_to_all": AllToAll, "all_gather": AllGather, "transformers": Transformers}
 
 HOW = """\
 Seconds of the slowest rank, medians over rounds. Within a round all variants run once, in shuffled order,
@@ -39,6 +47,7 @@ each started on all ranks at the same moment, on random bf16 data.
   T_o         pyruntime.ops.experts; +- is half its interquartile range
   all_to_all  all_to_all_single over gloo, rows sorted by expert, a loop over experts, added at the source
   all_gather  all_gather over gloo, the rows of own experts, the same loop, reduce_scatter
+  transformers  its AllToAllEP with Mixtral's experts by grouped_mm
   R = T_o / max(T_g, T_c)
   grouped     the gate_up products of a rank's experts, by pyruntime's rule, as a share of the speed of one
               torch.mm of the same work"""

@@ -1,4 +1,5 @@
-"""The contenders of bench/moe: pyruntime, two exchanges by torch.distributed, and the work alone."""
+"""The contenders of bench/moe: pyruntime, two exchanges by torch.distributed, that of transformers, and the
+work alone."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import pyruntime
 from bench.moe.problem import Case, Operands
@@ -140,6 +142,34 @@ class AllGather(Contender):
         weighted = made * weights.index_select(0, order).unsqueeze(1)
         sums = torch.zeros(every.shape).index_add(0, source, weighted)
         return _Scatter.apply(sums.to(x.dtype), self.group)
+
+
+class Transformers(Contender):
+    """transformers' expert parallelism, AllToAllEP: rows sorted by expert are sent to its rank, which runs a
+    grouped product on them; each expert's come back and are weighted and added at their source."""
+
+    def __init__(self, case: Case, operands: Operands, group: dist.ProcessGroup):
+        from transformers import MixtralConfig
+        from transformers.distributed.expert_parallel import AllToAllEP
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+        super().__init__(case, operands, group)
+        config = MixtralConfig(
+            hidden_size=case.features,
+            intermediate_size=case.width,
+            num_local_experts=self.held,
+            experts_implementation="grouped_mm",
+        )
+        with torch.device("meta"):
+            self.experts = MixtralExperts(config)
+        for name, leaf in zip(("gate_up_proj", "down_proj"), self.leaves[2:], strict=True):
+            delattr(self.experts, name)
+            setattr(self.experts, name, leaf)
+        mesh = init_device_mesh("cpu", (self.ranks, 1), mesh_dim_names=("ep", "tp"))
+        self.run = AllToAllEP(self.experts, mesh["ep"], mesh["tp"])
+
+    def layer(self, x: Tensor, p: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return self.run(x, self.ids, p).to(x.dtype)
 
 
 def alone(operands: Operands, routed: list[int], *, backward: bool) -> Callable[[], None]:

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {
     "dim1024": ModelShape("dim1024", 4, 1024, 16, 8, 64, 2816, 8192),
     "dim512": ModelShape("dim512", 4, 512, 8, 4, 64, 1408, 2048),
+    "experts": ModelShape("experts", 4, 1024, 16, 8, 64, 768, 8192, experts=16, per_token=2, expert_ffn=768),
     "tiny": ModelShape("tiny", 4, 64, 4, 4, 16, 128, 256),
 }
 ENDS_S = 600.0

@@ -37,7 +37,9 @@ def test_two_ranks_report_figures_that_follow_their_definitions(tmp_path):
         assert result["T_o"] == pytest.approx(medians["ours"])
         assert result["R"] == pytest.approx(medians["ours"] / max(medians["alone"], medians["collectives"]))
         assert result["grouped"] == pytest.approx(medians["dense"] / medians["grouped"])
-        assert result["peers"] == {name: medians[name] for name in ("all_to_all", "all_gather")}
+        assert result["peers"] == {
+            name: medians[name] for name in ("all_to_all", "all_gather", "transformers")
+        }
         assert 0 < result["worst_relative_error"] < 0.03
 
 

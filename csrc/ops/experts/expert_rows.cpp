@@ -10,7 +10,8 @@
 
 namespace pyruntime {
 
-ExpertRows::ExpertRows(const at::Tensor& table, int64_t first, int64_t count) : begins_(count + 1, 0) {
+ExpertRows::ExpertRows(const at::Tensor& table, int64_t first, int64_t count, bool pads)
+    : pads_(pads), begins_(count + 1, 0), counts_(count, 0) {
   const int64_t rows = table.size(0), slots = table.size(1) / 2;
   const at::Tensor experts = table.narrow(1, 0, slots).to(at::kCPU, at::kLong).contiguous();
   const int64_t* const expert_of = experts.const_data_ptr<int64_t>();
@@ -19,30 +20,51 @@ ExpertRows::ExpertRows(const at::Tensor& table, int64_t first, int64_t count) : 
     return 0 <= expert && expert < count ? expert : -1;
   };
   for (int64_t place = 0; place < rows * slots; ++place) {
-    if (const int64_t expert = here(place); expert >= 0) ++begins_[expert + 1];
+    if (const int64_t expert = here(place); expert >= 0) ++counts_[expert];
   }
-  for (int64_t expert = 0; expert < count; ++expert) begins_[expert + 1] += begins_[expert];
+  for (int64_t expert = 0; expert < count; ++expert) {
+    begins_[expert + 1] = begins_[expert] + padded(counts_[expert]);
+  }
   in_order_.resize(size());
-  at::Tensor places = at::empty({size()}, at::kLong);
+  at::Tensor places = at::zeros({size()}, at::kLong);
   std::vector<int64_t> next(begins_.begin(), begins_.end() - 1);
+  row_begins_.assign(rows + 1, 0);
   for (int64_t place = 0; place < rows * slots; ++place) {
     const int64_t expert = here(place);
     if (expert < 0) continue;
     const int64_t at = next[expert]++;
     in_order_[at] = place / slots;
     places.mutable_data_ptr<int64_t>()[at] = place;
+    ++row_begins_[place / slots + 1];
   }
-  row_begins_.assign(rows + 1, 0);
-  for (const int64_t row : in_order_) ++row_begins_[row + 1];
   for (int64_t row = 0; row < rows; ++row) row_begins_[row + 1] += row_begins_[row];
-  of_row_.resize(size());
+  of_row_.resize(row_begins_.back());
   next.assign(row_begins_.begin(), row_begins_.end() - 1);
-  for (int64_t at = 0; at < size(); ++at) of_row_[next[in_order_[at]]++] = at;
+  for (int64_t expert = 0; expert < count; ++expert) {
+    const Run run = of(expert);
+    for (int64_t at = run.begin; at < run.begin + run.count; ++at) of_row_[next[in_order_[at]]++] = at;
+  }
   at::Tensor numbers = at::empty({size()}, at::kLong);
   std::copy(in_order_.begin(), in_order_.end(), numbers.mutable_data_ptr<int64_t>());
   rows_ = numbers.to(table.device());
   places_ = places.to(table.device());
   weights_ = table.narrow(1, slots, slots).reshape({-1}).index_select(0, places_);
+  clear_padding(weights_);
+}
+
+// Up to 256 rows in steps of 16, as many as a tile has; from then on in 16 steps to each doubling.
+int64_t ExpertRows::padded(int64_t rows) const {
+  if (!pads_) return rows;
+  int64_t step = 16;
+  while (rows >= 32 * step) step *= 2;
+  return (rows + step - 1) / step * step;
+}
+
+void ExpertRows::clear_padding(const at::Tensor& values) const {
+  for (int64_t expert = 0; expert < experts(); ++expert) {
+    const int64_t end = begins_[expert] + counts_[expert], left = begins_[expert + 1] - end;
+    if (left > 0) values.narrow(0, end, left).zero_();
+  }
 }
 
 void ExpertRows::sum(const at::Tensor& values, const Chunk& chunk, const at::Tensor& out) const {
@@ -59,12 +81,8 @@ void ExpertRows::sum(const at::Tensor& values, const Chunk& chunk, const at::Ten
   out.copy_(sums);
 }
 
-ExpertRows::Run ExpertRows::of(int64_t expert) const {
-  return {begins_[expert], begins_[expert + 1] - begins_[expert]};
-}
-
 ExpertRows::Run ExpertRows::of(int64_t expert, const Chunk& chunk) const {
-  const auto begin = in_order_.begin() + begins_[expert], end = in_order_.begin() + begins_[expert + 1];
+  const auto begin = in_order_.begin() + begins_[expert], end = begin + counts_[expert];
   const auto low = std::lower_bound(begin, end, chunk.begin);
   const auto high = std::lower_bound(low, end, chunk.begin + chunk.rows);
   return {low - in_order_.begin(), high - low};

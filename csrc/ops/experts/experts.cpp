@@ -124,12 +124,24 @@ class ExpertGemms {
     done_.resize(routed.experts());
   }
 
+  // rows: those of some chunks, or all places of the expert.
   void write(int64_t expert, const at::Tensor& out, const at::Tensor& rows) {
-    const int64_t all = routed_.of(expert).count;
+    const int64_t all = routed_.of(expert).count, count = rows.size(0), padded = routed_.padded(count);
     if (!gemms_[expert]) gemms_[expert].emplace(matrices_.select(0, expert), transposed_, all);
     const at::Tensor bias = biases_.defined() ? biases_.select(0, expert) : at::Tensor();
-    gemms_[expert]->write(out.unsqueeze(0), rows.unsqueeze(0), bias, /*accumulate=*/false);
-    if ((done_[expert] += rows.size(0)) == all) gemms_[expert].reset();
+    const auto multiply = [&](const at::Tensor& to, const at::Tensor& from) {
+      gemms_[expert]->write(to.unsqueeze(0), from.unsqueeze(0), bias, /*accumulate=*/false);
+    };
+    if (count == padded) {
+      multiply(out, rows);
+    } else {
+      const at::Tensor from = rows.new_zeros({padded, rows.size(1)});
+      const at::Tensor to = rows.new_empty({padded, out.size(1)});
+      from.narrow(0, 0, count).copy_(rows);
+      multiply(to, from);
+      out.copy_(to.narrow(0, 0, count));
+    }
+    if ((done_[expert] += count) >= all) gemms_[expert].reset();
   }
 
  private:
@@ -157,7 +169,8 @@ int64_t rows_at_once(const Route& route, const ExpertRows& routed, const at::Ten
 // several chunks at once where one has too few rows.
 class SumsOfExperts {
  public:
-  // Writes to out [run.count, D] what an expert makes of the rows of `run`, its rows in `range`.
+  // Writes to out [run.count, D] what an expert makes of the rows of `run`: its rows in `range`, or all its
+  // places if these are all its rows.
   using Compute = std::function<void(int64_t expert, const ExpertRows::Run& run, const Chunk& range,
                                      const at::Tensor& out)>;
 
@@ -206,7 +219,8 @@ class SumsOfExperts {
       const auto to = std::find(from, last, true);
       const Chunk range{own_.owner, from - is_made_.begin(), to - from};
       for (int64_t expert = 0; range.rows > 0 && expert < routed_.experts(); ++expert) {
-        const ExpertRows::Run run = routed_.of(expert, range);
+        ExpertRows::Run run = routed_.of(expert, range);
+        if (run.count == routed_.of(expert).count) run = routed_.places_of(expert);
         if (!run.is_empty()) compute_(expert, run, range, run.of(made_));
       }
       std::fill(from, to, true);
@@ -262,6 +276,11 @@ Route route_of(const char* op, const Operand& x, int64_t features, c10::string_v
   return choose_route(call);
 }
 
+bool pads(const at::Tensor& matrices, const at::Tensor& table, int64_t experts) {
+  const int64_t rows = table.size(0) * table.size(1) / 2 / experts;  // mean of an expert
+  return matrices.size(0) > 0 && library_multiplies(matrices.select(0, 0), rows);
+}
+
 // Each row times its weight.
 at::Tensor weighted(const at::Tensor& rows, const at::Tensor& weights) {
   return (rows * weights.unsqueeze(-1)).to(rows.scalar_type());
@@ -288,7 +307,7 @@ Tensors experts(const at::Tensor& x_shard, const at::Tensor& ids, const at::Tens
   const at::ScalarType precise = dtype_of_sums(x_shard);
   at::Tensor table = at::cat({ids.to(precise), weights.to(precise)}, 1);
   if (cut) table = gathered(group, table, route.rows);
-  const ExpertRows routed(table, held.first, held.count);
+  const ExpertRows routed(table, held.first, held.count, pads(gate_up, table, experts));
   const at::Tensor hidden = at::empty({routed.size(), 2 * of.features()}, x_shard.options());
   const bool keep = cut && group.crosses_hosts(x_shard.device());
   const at::Tensor kept = at::empty({keep ? routed.size() : 0, x.width}, x_shard.options());
@@ -329,7 +348,7 @@ Tensors experts_backward(const at::Tensor& grad, const at::Tensor& x_shard, cons
   AllRows rows_of_dy(route, dy, cut);
   std::optional<AllRows> rows_of_x;
   if (!was_kept) rows_of_x.emplace(route, x, cut);
-  const ExpertRows routed(table, held.first, held.count);
+  const ExpertRows routed(table, held.first, held.count, pads(gate_up, table, experts));
   const auto empty = [&](int64_t width) { return at::empty({routed.size(), width}, x_shard.options()); };
   const at::Tensor dy_rows = empty(x.width), dhidden = empty(2 * features), products = empty(features);
   const at::Tensor x_rows = was_kept ? kept : empty(x.width);
@@ -354,11 +373,13 @@ Tensors experts_backward(const at::Tensor& grad, const at::Tensor& x_shard, cons
           const at::Tensor bias = down_bias->select(0, expert).to(dots.scalar_type());
           dots.add_(at::mv(run.of(dy_rows).to(dots.scalar_type()), bias));
         }
-        dp.index_copy_(0, run.of(routed.places()), dots);
+        const ExpertRows::Run rows = routed.of(expert, range);
+        dp.index_copy_(0, rows.of(routed.places()), dots.narrow(0, 0, rows.count));
       });
   MatmulScatter scatter(route, sums.parts(), /*all=*/!cut);
   rows_of_dy.finish();
   if (rows_of_x) rows_of_x->finish();
+  for (const at::Tensor& values : {dy_rows, x_rows, dhidden, products}) routed.clear_padding(values);
   const at::Tensor inputs = scales_input ? weighted(x_rows, routed.weights()) : x_rows;
   const auto gradient = [&](const at::Tensor& stack, const at::Tensor& out_rows, const at::Tensor& in_rows) {
     return stack_gradient(stack, transposed ? in_rows : out_rows, transposed ? out_rows : in_rows,

@@ -137,6 +137,10 @@ void WeightGemm::write(const at::Tensor& out, const at::Tensor& rows, const at::
   }
 }
 
+bool library_multiplies(const at::Tensor& weight, int64_t rows) {
+  return weight.is_cpu() && !packs(Product::kForward, weight.t(), rows, weight.size(1), weight.size(0));
+}
+
 WeightGradientGemm::WeightGradientGemm(const at::Tensor& dy, const at::Tensor& x) : dy_(dy), x_(x) {
   if (!packs(Product::kWeightGradient, x, x.size(0), x.size(1), dy.size(1))) return;
   packed_dy_.emplace(dy);

@@ -39,6 +39,10 @@ class WeightGemm {
   std::optional<cpu::PackedMatrix> packed_;
 };
 
+// Whether products of `rows` rows with this weight, either way, are a CPU library's. It prepares one for each
+// number of rows, which takes longer than the product of a few hundred rows, and keeps it.
+bool library_multiplies(const at::Tensor& weight, int64_t rows);
+
 // dy^T @ x, some rows of the result at a time. dy [rows, N], which may be columns of a wider matrix, x [rows,
 // K].
 class WeightGradientGemm {
