@@ -98,12 +98,12 @@ class _Recorder(TorchDispatchMode):
         self.add("share_weight", weight=self.number(weight))
         return self._mark(weight)
 
-    def _begin_column(self, x, weight, group, rows, *_):
+    def _begin_column(self, x, weight, shared, group, rows, *_):
         begun = self._mark(x, rows)
         self._linear(("begin_column",), self.number(begun), x, weight, rows, x.shape[-1], False)
         return begun
 
-    def _end_column(self, begun, shared, *_):
+    def _end_column(self, begun, x_shard, shared, *_):
         (weight, _), (x, rows) = self._behind(shared), self._behind(begun)
         self._linear(("end_column",), self.number(begun), x, weight, rows, x.shape[-1], False)
         return x.new_empty(rows, weight.shape[0])

@@ -1,7 +1,8 @@
 // Column and row linears in two steps each, between which other work runs while rows travel.
 //
 //     column   begin: this rank's rows of x leave            end: Y = gather(x) @ W^T
-//              end, backward: dX = dY @ W leaves             begin, backward: its sums are taken
+//              end, backward: dX = dY @ W leaves, and x      begin, backward: its sums are taken, and
+//              again if it was not kept                      gather(x) for dW
 //     row      begin: X @ W^T leaves                         end: its sums are taken
 //              end, backward: this rank's rows of dY leave   begin, backward: dX = gather(dY) @ W
 //
@@ -107,8 +108,9 @@ struct SlicedFlight : torch::CustomClassHolder {
   std::string wire;                      // of the gathered rows
   int64_t rows = 0;                      // of the slice, over all ranks
   int64_t width = 0;                     // of x
-  at::Tensor x;                          // until the second step has read it; gathered, if it is kept
-  std::optional<GatherMatmul> gather;    // a column's forward, a row's backward
+  bool keeps = true;                     // a column's gathered x, for the backward
+  at::Tensor x, dy;                      // a column's, until the next step; x is gathered
+  std::optional<GatherMatmul> gather;    // a column's forward, and backward if x was not kept; a row's backward
   std::optional<MatmulScatter> scatter;  // a row's forward, a column's backward
 };
 
@@ -142,29 +144,33 @@ at::Tensor share_weight(const at::Tensor& weight, const Weight& shared) {
   return mark_like(weight);
 }
 
-at::Tensor begin_column(const at::Tensor& x_shard, const at::Tensor& weight, c10::string_view group,
-                        int64_t rows, c10::string_view tier, c10::string_view wire, const Flight& flight) {
+at::Tensor begin_column(const at::Tensor& x_shard, const at::Tensor& w,
+                        const std::optional<at::Tensor>& shared, c10::string_view group, int64_t rows,
+                        c10::string_view tier, c10::string_view wire, const Weight& /*weight*/,
+                        const Flight& flight) {
   constexpr const char* kOp = "all_gather_matmul";
-  const Operand x = Operand::of_linear(kOp, x_shard, 0, "x_shard", {weight}, {at::Tensor()});
+  const Operand x = Operand::of_linear(kOp, x_shard, 0, "x_shard", {w}, {at::Tensor()});
   const c10::DeviceGuard on(x_shard.device());
   flight->group = std::string(group);
   flight->tier = std::string(tier);
   flight->wire = std::string(wire);
   flight->rows = rows;
   flight->width = x.width;
-  flight->gather.emplace(route_of(*flight, kOp, x, weight.size(0), x.width, rows), Op::kAllGatherMatmul, x,
-                         RowsAre::kKept);
+  flight->keeps = !shared.has_value();
+  flight->gather.emplace(route_of(*flight, kOp, x, w.size(0), x.width, rows), Op::kAllGatherMatmul, x,
+                         flight->keeps ? RowsAre::kKept : RowsAre::kLent);
   return mark_like(x_shard);
 }
 
-at::Tensor end_column(const at::Tensor& /*begun*/, const at::Tensor& /*shared*/,
-                      const std::optional<at::Tensor>& bias, const Weight& weight, const Flight& flight) {
+at::Tensor end_column(const at::Tensor& /*begun*/, const at::Tensor& /*x_shard: what autograd may save*/,
+                      const at::Tensor& /*shared*/, const std::optional<at::Tensor>& bias,
+                      const Weight& weight, const Flight& flight) {
   const at::Tensor& w = weight->weight;
   const c10::DeviceGuard on(w.device());
   at::Tensor y = at::empty({flight->rows, w.size(0)}, w.options());
-  flight->gather->keep_in(weight->gathered(flight->slice, flight->width));
+  if (flight->keeps) flight->gather->keep_in(weight->gathered(flight->slice, flight->width));
   flight->gather->multiply({{y.unsqueeze(0), w, bias.value_or(at::Tensor())}}, /*transposed=*/true);
-  flight->x = flight->gather->rows();
+  if (flight->keeps) flight->x = flight->gather->rows();
   if (flight->slice + 1 == static_cast<int64_t>(weight->rows.size())) weight->forget_gathered();
   flight->gather->finish();
   flight->gather.reset();
@@ -216,16 +222,25 @@ struct ShareWeight : Function<ShareWeight> {
 };
 
 struct BeginColumn : Function<BeginColumn> {
-  static Variable forward(AutogradContext* ctx, const at::Tensor& x_shard, const at::Tensor& weight,
-                          c10::string_view group, int64_t rows, c10::string_view tier, c10::string_view wire,
+  static Variable forward(AutogradContext* ctx, const at::Tensor& x_shard, const at::Tensor& w,
+                          const std::optional<at::Tensor>& shared, c10::string_view group, int64_t rows,
+                          c10::string_view tier, c10::string_view wire, const Weight& weight,
                           const Flight& flight) {
     at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->saved_data["weight"] = weight;
     ctx->saved_data["flight"] = flight;
-    return Operator<begin_column>::call(x_shard, weight, group, rows, tier, wire, flight);
+    return Operator<begin_column>::call(x_shard, w, shared, group, rows, tier, wire, weight, flight);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& /*marks*/) {
     const Flight flight = held<Flight>(ctx, "flight");
-    variable_list result(7);
+    variable_list result(9);
+    if (flight->gather) {  // x again
+      const at::Tensor dy = std::exchange(flight->dy, at::Tensor());
+      held<Weight>(ctx, "weight")->add(flight->slice, dy, flight->gather->rows(), Group::get(flight->group));
+      flight->gather->finish();
+      flight->gather.reset();
+      result[2] = mark_like(dy);
+    }
     result[0] = flight->scatter->finish().squeeze(0);
     flight->scatter.reset();
     return result;
@@ -233,11 +248,13 @@ struct BeginColumn : Function<BeginColumn> {
 };
 
 struct EndColumn : Function<EndColumn> {
-  static Variable forward(AutogradContext* ctx, const at::Tensor& begun, const at::Tensor& shared,
-                          const std::optional<at::Tensor>& bias, const Weight& weight, const Flight& flight) {
+  static Variable forward(AutogradContext* ctx, const at::Tensor& begun, const at::Tensor& x_shard,
+                          const at::Tensor& shared, const std::optional<at::Tensor>& bias,
+                          const Weight& weight, const Flight& flight) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    const at::Tensor y = Operator<end_column>::call(begun, shared, bias, weight, flight);
-    const at::Tensor x = std::exchange(flight->x, {});  // undefined where only shapes are computed
+    const at::Tensor y = Operator<end_column>::call(begun, x_shard, shared, bias, weight, flight);
+    // Undefined where only shapes are computed.
+    const at::Tensor x = flight->keeps ? std::exchange(flight->x, at::Tensor()) : x_shard;
     ctx->save_for_backward({x.defined() ? saved_input(x, {weight->weight}) : x, weight->weight});
     ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
     ctx->saved_data["weight"] = weight;
@@ -252,18 +269,30 @@ struct EndColumn : Function<EndColumn> {
     const at::Tensor& x = saved[0];
     const Operand dy = Operand::of(grads[0], 0, "grad");
     const c10::DeviceGuard on(dy.data.device());
-    variable_list result(5);
+    variable_list result(6);
+    const bool need_dw = ctx->needs_input_grad(2);
+    if (need_dw && !flight->keeps) gather_again(*flight, Operand::of(x, 0, "x_shard"), *weight, dy.data);
     if (ctx->needs_input_grad(0)) {
       flight->scatter.emplace(route_of(*flight, "all_gather_matmul_backward", dy, dy.width, flight->width),
                               MatmulScatter::Parts{{dy}, {saved[1]}, /*transposed=*/false}, /*all=*/false);
       result[0] = mark_like(x);
     }
-    if (ctx->needs_input_grad(1)) {
+    if (need_dw && flight->keeps) {
       weight->add(flight->slice, dy.data, x, Group::get(flight->group));
-      result[1] = mark_like(x);
+      result[2] = mark_like(x);
     }
-    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) result[2] = sum_over_rows(grads[0]);
+    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(3)) result[3] = sum_over_rows(grads[0]);
     return result;
+  }
+
+ private:
+  // x leaves again, for dW; dY is kept until it has come.
+  static void gather_again(SlicedFlight& flight, const Operand& x, SlicedWeight& weight,
+                           const at::Tensor& dy) {
+    const Route route = route_of(flight, "all_gather_matmul", x, weight.weight.size(0), x.width, flight.rows);
+    flight.gather.emplace(route, Op::kAllGather, x, RowsAre::kKept);
+    flight.gather->keep_in(weight.gathered(flight.slice, flight.width));
+    flight.dy = dy;
   }
 };
 
@@ -332,10 +361,11 @@ void register_sliced_linears(torch::Library& m) {
   Operator<share_weight>::define_differentiable<ShareWeight>(
       m, "share_weight(Tensor tensor, " + weight + ") -> Tensor");
   Operator<begin_column>::define_differentiable<BeginColumn>(
-      m, "begin_column(Tensor x_shard, Tensor weight, str group, int rows, str tier, str wire, " + flight +
-             ") -> Tensor");
+      m, "begin_column(Tensor x_shard, Tensor weight, Tensor? shared, str group, int rows, str tier, "
+         "str wire, " + weight + ", " + flight + ") -> Tensor");
   Operator<end_column>::define_differentiable<EndColumn>(
-      m, "end_column(Tensor begun, Tensor shared, Tensor? bias, " + weight + ", " + flight + ") -> Tensor");
+      m, "end_column(Tensor begun, Tensor x_shard, Tensor shared, Tensor? bias, " + weight + ", " + flight +
+             ") -> Tensor");
   Operator<begin_row>::define_differentiable<BeginRow>(
       m, "begin_row(Tensor x, Tensor shared, Tensor? bias, " + weight + ", str group, str tier, str wire, " +
              flight + ") -> Tensor");

@@ -87,14 +87,14 @@ class Llama(nn.Module):
     seed: seed of the initial weights, which are the same full model for every tp (init.py); None leaves the
         parameters uninitialised, for a caller that fills them.
     keep_gathered: column linears keep their gathered input (T * D elements each) for the backward pass
-        instead of gathering it again; None: if the group spans hosts.
+        instead of gathering it again; None: if the group spans hosts, and with slices unless
+        recompute="selective" and there are two.
     context: the ranks that share every sequence; None: this rank has whole sequences.
     recompute: the activations that the backward pass computes again instead of keeping them, see below. The
         results are bitwise the same.
     compile: if gradients are enabled, norms, rotary embedding and SwiGLU run as compiled by torch.compile
         instead of this project's kernels (`elementwise.py`); the loss does not. Results differ by rounding.
     slices: causal slices of every sequence; one computes while the rows of another travel (`slices.py`).
-        Their linears keep their gathered input.
     z_loss: weight of the mean squared log-sum-exp of the logits, added to the loss in training mode.
     part: the part of the model that this rank of a pipeline has; None: all of it. If embedding and head are
         tied, a part with one of the two has the weight, as `embed.weight`.
@@ -116,9 +116,10 @@ class Llama(nn.Module):
     silu(gate) * up. selective does not keep the norms' results and silu(gate) * up, which element-wise
     kernels make again: no GEMM, attention or exchange runs twice. full keeps the stream before a layer and
     runs the layer again, communication included (Chen et al. 2016, arXiv 1604.06174). If column linears keep
-    their gathered input (keep_gathered, slices), the norms' results take 2 D instead of 2 D / P, and
-    selective keeps them: they would have to travel again. So it does with norms after (OLMo 2), for which the
-    norms' inputs take the place of their results. With y, D becomes D / Y.
+    their gathered input (keep_gathered), the norms' results take 2 D instead of 2 D / P, and selective keeps
+    them: they would have to travel again. With slices it keeps them too, of this rank's rows if they travel
+    again; so it does with norms after (OLMo 2), for which the norms' inputs take the place of their results.
+    With y, D becomes D / Y.
 
     Raises ValueError if the group does not divide the heads or the feed-forward columns, or leaves a rank
     without features; for a wire without other ranks; for slices that are not possible (`slices.check`).
@@ -166,6 +167,9 @@ class Llama(nn.Module):
         if lora is not None:
             adapters.check(lora, config, slices, self.group.y is not None)
             keep_gathered = False  # only a weight's gradient needs it
+        keep_in_layers = keep_gathered
+        if slices > 1 and keep_gathered is None and recompute != "selective":
+            keep_in_layers = True
         dtype = dtype or torch.get_default_dtype()
         # Built on meta, because the modules' own initialisation would draw every full tensor.
         place = {"group": self.group, "dtype": dtype, "device": "meta"}
@@ -185,7 +189,7 @@ class Llama(nn.Module):
             block = Block(
                 config,
                 options,
-                keep_gathered,
+                keep_in_layers,
                 recompute == "selective",
                 self.elementwise,
                 mixture,

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pyruntime.llama.attention import causal_attention
 from pyruntime.llama.elementwise import for_this_pass
-from pyruntime.nn.sliced import SlicedColumn, SlicedRow
+from pyruntime.nn.sliced import MOST_GATHERED_AGAIN, SlicedColumn, SlicedRow
 
 if TYPE_CHECKING:
     from pyruntime.choices import Recomputation
@@ -90,8 +90,11 @@ def check(slices: int, ranks: int, context: Context | None, keep_gathered: bool 
             f"most {MOST_OF_LAYOUT[context.layout]}: each must lie before the next on all ranks; use "
             "layout='striped', or fewer slices."
         )
-    if keep_gathered is False:
-        raise ValueError(f"slices={slices} need keep_gathered; do not pass keep_gathered=False.")
+    if keep_gathered is False and slices > MOST_GATHERED_AGAIN:
+        raise ValueError(
+            f"slices={slices} need keep_gathered; do not pass keep_gathered=False with more than "
+            f"{MOST_GATHERED_AGAIN}."
+        )
     return slices
 
 

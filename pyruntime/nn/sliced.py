@@ -4,18 +4,19 @@
     row      begin(part, x)   multiplies x [M, K/P] @ W_r^T and sends rows       end(part) -> y [M_r, N]
 
 The backward reverses every step, in reverse order (csrc/ops/sliced_linears.cpp). Each slice takes both steps
-once, and all ranks take the steps of a group in the same order. A column linear keeps its gathered X, and dW
-is one GEMM over all slices."""
+once, and all ranks take the steps of a group in the same order. dW is one GEMM over all slices."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyruntime.nn.linear import ParallelLinear
+from pyruntime.comm.groups import crosses_hosts
+from pyruntime.nn.linear import ColumnParallelLinear, ParallelLinear
 from pyruntime.nn.module import Step
 
 
@@ -41,12 +42,29 @@ class _Sliced(ABC):
         return self._linear(Step(lambda: self._end(*self._begun.pop(part))))
 
     @abstractmethod
-    def _end(self, begun: Tensor, flight) -> Tensor:
+    def _end(self, begun: Tensor, *others: Any) -> Tensor:
         """Returns the result of the slice that `begun` represents."""
 
 
+MOST_GATHERED_AGAIN = 2
+"""Limit on slices whose rows are gathered again in the backward pass: more would need more open flights than a
+group has slots."""
+
+
 class SlicedColumn(_Sliced):
-    """A column linear, slice by slice."""
+    """A column linear, slice by slice. keep_gathered=None also keeps the gathered rows of more than
+    MOST_GATHERED_AGAIN slices. Raises ValueError for such slices with keep_gathered=False."""
+
+    def __init__(self, linear: ColumnParallelLinear, rows: Sequence[int]):
+        super().__init__(linear, rows)
+        keep, many = linear.keep_gathered, len(self._rows) > MOST_GATHERED_AGAIN
+        if keep is False and many:
+            raise ValueError(
+                f"{linear.label or linear}: keep_gathered=False gathers the rows of {len(self._rows)} slices "
+                f"again, and at most {MOST_GATHERED_AGAIN} can be; use fewer slices, or leave it out."
+            )
+        weight = linear.weight
+        self._keeps = (many or crosses_hosts(linear.group.name, weight.device)) if keep is None else keep
 
     def begin(self, part: int, x: Tensor) -> None:
         """Sends this rank's rows x [M_r, K] of a slice."""
@@ -56,16 +74,19 @@ class SlicedColumn(_Sliced):
         linear, flight = self._linear, torch.classes.pyruntime.SlicedFlight(part)
         rows = self._rows[part]
         x, weight, _ = linear.operands(x)
-        # The weight only decides the tier here; its gradient comes through `_share`.
+        # Rows that are gathered again are here for dW in the backward pass of this step, not in the next one's.
+        # The weight itself only decides the tier.
+        shared = None if self._keeps else self._share(weight)
         begun = torch.ops.pyruntime.begin_column(
-            x, weight.detach(), linear.group.name, rows, linear.tier, linear.wire, flight
+            x, weight.detach(), shared, linear.group.name, rows, linear.tier, linear.wire, self._weight, flight
         )
         linear.note(rows, True)
-        return begun, flight
+        return begun, x.detach(), flight
 
-    def _end(self, begun: Tensor, flight) -> Tensor:
+    def _end(self, begun: Tensor, x: Tensor, flight) -> Tensor:
         _, weight, bias = self._linear.operands(begun)
-        return torch.ops.pyruntime.end_column(begun, self._share(weight), bias, self._weight, flight)
+        shared = self._share(weight)
+        return torch.ops.pyruntime.end_column(begun, x, shared, bias, self._weight, flight)
 
 
 class SlicedRow(_Sliced):

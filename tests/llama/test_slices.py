@@ -135,7 +135,7 @@ def refusals(group, config):
     found = []
     for options in (
         {"slices": 5},
-        {"slices": 2, "keep_gathered": False},
+        {"slices": 3, "keep_gathered": False},
         {"slices": 3, "context": zigzag},
         {"slices": 2, "context": contiguous},
     ):
@@ -153,7 +153,7 @@ def test_what_does_not_go_with_slices_is_refused(ranks):
     found = ranks.run(refusals, 2, CASES["plain"])[0]
     assert found == [
         "slices=5; use 1 to 4.",
-        "slices=2 need keep_gathered; do not pass keep_gathered=False.",
+        "slices=3 need keep_gathered; do not pass keep_gathered=False with more than 2.",
         "slices=3 are too many with context ranks and layout='zigzag', which allows at most 2: each must lie "
         "before the next on all ranks; use layout='striped', or fewer slices.",
         "slices=2 are too many with context ranks and layout='contiguous', which allows at most 1: each must "

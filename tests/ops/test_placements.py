@@ -23,8 +23,9 @@ def operation(name, group, own, same):
 
     def column(x, weight):
         shared, flight = classes.SlicedWeight([4]), classes.SlicedFlight(0)
-        begun = sliced.begin_column(x, weight.detach(), group, 4, "auto", "same", flight)
-        return sliced.end_column(begun, sliced.share_weight(weight, shared), None, shared, flight)
+        mark = sliced.share_weight(weight, shared)
+        begun = sliced.begin_column(x, weight.detach(), mark, group, 4, "auto", "same", shared, flight)
+        return sliced.end_column(begun, x.detach(), mark, None, shared, flight)
 
     def row(x, weight, bias):
         shared, flight = classes.SlicedWeight([4]), classes.SlicedFlight(0)
