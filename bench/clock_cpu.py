@@ -9,7 +9,7 @@ presets take as long as measured. With them the steps of two ranks are predicted
 
 A CPU rank has no streams and no copy engines: it reads its peers' memory in place, so a transfer takes
 nothing by itself, and what the program puts on several streams counts one after the other. Real runs and
-rounds of the table take turns, and the fastest step and call count, because whatever else runs here slows both.
+rounds of the table take turns, and the fastest step and call count, because whatever else runs slows both.
 """
 
 from __future__ import annotations
