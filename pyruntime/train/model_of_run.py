@@ -28,6 +28,8 @@ from pyruntime.train.resolved import ResolvedRun
 from pyruntime.train.validate.sequences import why_no_slices
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SLICED_FROM = 8
+"""Tensor-parallel ranks of one host from which on slices pay on devices (bench/results/clock.md)."""
 
 
 def slices_of(run: ResolvedRun, runtime: Runtime) -> int:
@@ -40,7 +42,8 @@ def slices_of(run: ResolvedRun, runtime: Runtime) -> int:
     whole = run.shape.mixture is not None or run.shape.qk_norm or config.lora.rank > 0
     if whole or config.parallel.cp > 1 or why_no_slices(config, run.mesh.tp):
         return 1
-    return 2 if crosses_hosts(runtime.tp, runtime.device) else 1
+    gains = runtime.device.type != "cpu" and run.mesh.tp >= SLICED_FROM
+    return 2 if gains or crosses_hosts(runtime.tp, runtime.device) else 1
 
 
 def make_model(run: ResolvedRun, runtime: Runtime) -> Llama:
