@@ -71,8 +71,8 @@ class GatherMatmul {
   // Reads the chunk's rows into `out`, which has their form.
   void read(const Chunk& chunk, const at::Tensor& out);
   at::Tensor empty_rows(int64_t rows) const;
-  // All rows in the transport's memory, arrived or not; undefined if they do not lie there in order, or not in
-  // their dtype.
+  // All rows in the transport's memory, arrived or not; undefined if they do not lie there in order, or not
+  // in their dtype.
   at::Tensor in_order() const;
   // The same, if they may be lent.
   at::Tensor lent() const;

@@ -105,12 +105,12 @@ struct SlicedFlight : torch::CustomClassHolder {
   int64_t slice;
   std::string group;
   std::string tier;
-  std::string wire;                      // of the gathered rows
-  int64_t rows = 0;                      // of the slice, over all ranks
-  int64_t width = 0;                     // of x
-  bool keeps = true;                     // a column's gathered x, for the backward
-  at::Tensor x, dy;                      // a column's, until the next step; x is gathered
-  std::optional<GatherMatmul> gather;    // a column's forward, and backward if x was not kept; a row's backward
+  std::string wire;                    // of the gathered rows
+  int64_t rows = 0;                    // of the slice, over all ranks
+  int64_t width = 0;                   // of x
+  bool keeps = true;                   // a column's gathered x, for the backward
+  at::Tensor x, dy;                    // a column's, until the next step; x is gathered
+  std::optional<GatherMatmul> gather;  // a column's forward, and backward if x was not kept; a row's backward
   std::optional<MatmulScatter> scatter;  // a row's forward, a column's backward
 };
 
@@ -361,8 +361,10 @@ void register_sliced_linears(torch::Library& m) {
   Operator<share_weight>::define_differentiable<ShareWeight>(
       m, "share_weight(Tensor tensor, " + weight + ") -> Tensor");
   Operator<begin_column>::define_differentiable<BeginColumn>(
-      m, "begin_column(Tensor x_shard, Tensor weight, Tensor? shared, str group, int rows, str tier, "
-         "str wire, " + weight + ", " + flight + ") -> Tensor");
+      m,
+      "begin_column(Tensor x_shard, Tensor weight, Tensor? shared, str group, int rows, str tier, "
+      "str wire, " +
+          weight + ", " + flight + ") -> Tensor");
   Operator<end_column>::define_differentiable<EndColumn>(
       m, "end_column(Tensor begun, Tensor x_shard, Tensor shared, Tensor? bias, " + weight + ", " + flight +
              ") -> Tensor");

@@ -47,8 +47,8 @@ class _Sliced(ABC):
 
 
 MOST_GATHERED_AGAIN = 2
-"""Limit on slices whose rows are gathered again in the backward pass: more would need more open flights than a
-group has slots."""
+"""Limit on slices whose rows are gathered again in the backward pass: more would need more open flights than
+a group has slots."""
 
 
 class SlicedColumn(_Sliced):
@@ -74,12 +74,11 @@ class SlicedColumn(_Sliced):
         linear, flight = self._linear, torch.classes.pyruntime.SlicedFlight(part)
         rows = self._rows[part]
         x, weight, _ = linear.operands(x)
-        # Rows that are gathered again are here for dW in the backward pass of this step, not in the next one's.
-        # The weight itself only decides the tier.
+        # Rows that are gathered again are here for dW in the backward pass of this step, not in the next
+        # one's. The weight itself only decides the tier.
         shared = None if self._keeps else self._share(weight)
-        begun = torch.ops.pyruntime.begin_column(
-            x, weight.detach(), shared, linear.group.name, rows, linear.tier, linear.wire, self._weight, flight
-        )
+        options = (linear.group.name, rows, linear.tier, linear.wire, self._weight, flight)
+        begun = torch.ops.pyruntime.begin_column(x, weight.detach(), shared, *options)
         linear.note(rows, True)
         return begun, x.detach(), flight
 

@@ -35,6 +35,10 @@ MESHES = {
     "1f1b": {"parallel": {"tp": 1, "pp": 2}},
     "tp x dp": {"parallel": {"tp": 2, "dp": 2}},
     "tp x pp": {"parallel": {"tp": 2, "pp": 2}},
+    "slices": {
+        "parallel": {"tp": 2, "tp_slices": 2},
+        "train": {"activation_checkpointing": "selective"},
+    },
 }
 FIRST = ["tp", "zb-v"]
 
@@ -76,7 +80,7 @@ def learned(ranks, config, device: str, folder: str, delays: int = 0):
 @pytest.mark.second_tier(*[name for name in MESHES if name not in FIRST])
 def test_a_mesh_of_devices_learns_what_one_cpu_rank_learns(ranks, tmp_path, name):
     config = job(tmp_path, **MESHES[name])
-    alone = jobs.changed(config, "parallel", tp=1, dp=1, cp=1, pp=1)
+    alone = jobs.changed(config, "parallel", tp=1, dp=1, cp=1, pp=1, tp_slices=1)
     alone = jobs.changed(alone, "pipeline", kind="1f1b")
     expected = learned(ranks, alone, "cpu", str(tmp_path / "cpu"))
     found = learned(ranks, config, sim.DEVICE, str(tmp_path / "sim"), delays=len(name))

@@ -16,6 +16,7 @@ from pyruntime.comm import group_rank
 from pyruntime.context import Context, positions
 from pyruntime.llama import Llama, generate
 from pyruntime.llama.slices import MOST, lengths, order, places
+from pyruntime.nn.sliced import MOST_GATHERED_AGAIN
 from tests.llama.cases import CASES, continue_text, logits_loss_gradients
 from tests.llama.test_model import assert_same
 from tests.transports import on_transport, take
@@ -23,9 +24,12 @@ from tests.transports import on_transport, take
 SLOTS = 4  # kSlots of csrc/transport/flights.h
 
 
-@pytest.mark.parametrize("slices", range(2, MOST + 1))
-def test_no_flight_begins_before_the_one_four_before_is_over(slices):
-    """In both directions: a group has so many slots, taken in turn."""
+@pytest.mark.parametrize(
+    ("slices", "again"), [(2, False), (3, False), (4, False), (MOST_GATHERED_AGAIN, True)]
+)
+def test_no_flight_begins_before_the_one_four_before_is_over(slices, again):
+    """In both directions: a group has so many slots, taken in turn. again: the backward of `multiply` also
+    begins to gather a column's rows again, until that of `begin`."""
     actions = list(order(6, slices))
     assert len(actions) == len(set(actions)) == 4 * 6 * slices
     for kinds, way in (("bmsf", actions), ("fsmb", actions[::-1])):
@@ -33,13 +37,16 @@ def test_no_flight_begins_before_the_one_four_before_is_over(slices):
         begun, over = [], set()
         for action in way:
             kind = kinds.index(action.kind[0])
-            flight = (kind // 2, action.half, action.part)
-            if kind % 2 == 0:
-                begun.append(flight)
-                assert len(begun) <= SLOTS or begun[-1 - SLOTS] in over
-            else:
-                assert flight in begun
-                over.add(flight)
+            flights = [(kind // 2, action.half, action.part)]
+            if again and kinds[kind] in "mb" and way is not actions:
+                flights.append((MOST, action.half, action.part))
+            for flight in flights:
+                if kind % 2 == 0:
+                    begun.append(flight)
+                    assert len(begun) <= SLOTS or begun[-1 - SLOTS] in over
+                else:
+                    assert flight in begun
+                    over.add(flight)
         assert over == set(begun)
 
 
@@ -225,6 +232,7 @@ def sliced(group, transport, directory, ids, labels, options):
         ("gqa-llama3-tied", 4, "process_group", {"slices": 4}),
         ("gqa-linear-bias-wide", 4, "hierarchical", {"slices": 3}),
         ("gqa-linear-bias-wide", 2, "process_group", {"slices": 2, "recompute": "full"}),
+        ("gqa-llama3-tied", 4, "symmetric_memory", {"slices": 2, "recompute": "selective"}),
         ("plain", 4, "hierarchical", {"slices": 4, "recompute": "full", "tier": "unfused"}),
     ],
 )

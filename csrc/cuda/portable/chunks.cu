@@ -103,7 +103,8 @@ void put_chunks(const PyruntimeGroup* group, const PyruntimePut* puts, int32_t c
   wait(view, signals, on);
   for (int i = 0; i < count; ++i) {
     const PyruntimePut& put = puts[i];
-    if (put.bytes > 0) runtime::copy(view.data<unsigned char>(put.peer) + put.offset, put.from, put.bytes, on);
+    if (put.bytes > 0)
+      runtime::copy(view.data<unsigned char>(put.peer) + put.offset, put.from, put.bytes, on);
   }
   PYRUNTIME_LAUNCH(raise_flags, 1, kFlagThreads, 0, on, view, origin, signals);
 }

@@ -115,7 +115,11 @@ TEST(puts_and_waits_are_refused_for_every_wrong_argument) {
   EXPECT_REFUSED(pyruntime_put(&group, bytes, 8, 0, 0, 0, 1, nullptr), "peer=0 of rank 0 in a group of 2");
   EXPECT_REFUSED(pyruntime_put(&group, bytes, 8, 1, 60, 0, 1, nullptr), "bytes 60 to 68 of a slot of 64");
   EXPECT_REFUSED(pyruntime_put(&group, nullptr, 8, 1, 0, 0, 1, nullptr), "the chunk is a null pointer.");
+  const PyruntimePut puts[2] = {{bytes, 8, 1, 0, 0, 1}, {bytes, 8, 0, 0, 0, 1}};
+  EXPECT_REFUSED(pyruntime_put_together(&group, puts, 0, nullptr), "0 puts; make 1 to 72 at once.");
+  EXPECT_REFUSED(pyruntime_put_together(&group, puts, 2, nullptr), "peer=0 of rank 0 in a group of 2");
   EXPECT_REFUSED(pyruntime_await(&group, 1, 2, 2, nullptr), "flags 2 to 4; this workspace has 3 a rank.");
+  EXPECT_REFUSED(pyruntime_await_all(&group, 2, 2, nullptr), "flags 2 to 4; this workspace has 3 a rank.");
   EXPECT_REFUSED(pyruntime_slot_data(&group, nullptr), "there is nowhere to write the answer.");
   EXPECT_REFUSED(pyruntime_pass_on(&group, 0, 8, 1, 0, 0, 1, nullptr), "peer=0 of rank 0 in a group of 2");
   EXPECT_REFUSED(pyruntime_pass_on(&group, 1, 8, 1, 0, 0, 1, nullptr), "peer=1 is whose piece it is");
