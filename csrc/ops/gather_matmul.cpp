@@ -135,7 +135,9 @@ const at::Tensor& GatherMatmul::rows() {
 }
 
 at::Tensor GatherMatmul::lent() const {
-  const bool may_stay = rows_are_ == RowsAre::kLent && route_.tier.tier != Tier::kUnfused && flight_;
+  const bool are_read_here =
+      rows_are_ == RowsAre::kLent || (rows_are_ == RowsAre::kPassing && route_.together);
+  const bool may_stay = are_read_here && route_.tier.tier != Tier::kUnfused && flight_;
   return may_stay ? in_order() : at::Tensor();
 }
 
@@ -176,7 +178,8 @@ void GatherMatmul::wait_for_all() {
   std::vector<Chunk> others;
   int64_t bytes = 0;
   for (const Chunk& part : flight_->order()) {
-    if (part.owner == own_.owner || !counted_.insert(part.begin).second) continue;
+    // An empty piece begins where the next one does.
+    if (part.owner == own_.owner || part.rows == 0 || !counted_.insert(part.begin).second) continue;
     others.push_back(part);
     bytes += static_cast<int64_t>(flight_->memory(part).nbytes());
   }
@@ -209,7 +212,7 @@ at::Tensor GatherMatmul::arrived(const Chunk& chunk) {
   Reading reading(*context_, op_, chunk.owner, begun_, shard_.data.device());
   flight_->wait(chunk);
   at::Tensor rows = flight_->memory(chunk);
-  const bool is_new = counted_.insert(chunk.begin).second;
+  const bool is_new = chunk.rows > 0 && counted_.insert(chunk.begin).second;
   reading.came(is_new ? static_cast<int64_t>(rows.nbytes()) : 0, flight_->travelled(chunk));
   return rows;
 }
@@ -234,7 +237,7 @@ void GatherMatmul::read(const Chunk& chunk, const at::Tensor& out) {
 }
 
 at::Tensor GatherMatmul::empty_rows(int64_t rows) const {
-  if (memory_.defined() && rows == route_.rows) return memory_;
+  if (memory_ && rows == route_.rows) return memory_();
   return at::empty({shard_.blocks, rows * shard_.inner, shard_.width}, shard_.data.options());
 }
 

@@ -49,7 +49,7 @@ class GatherMatmul {
   // All rows in order, [blocks, rows * inner, width]; the shard itself in a group of one rank.
   const at::Tensor& rows();
   // Where rows() will be, if they need memory of their own; only before the first chunk is read.
-  void keep_in(const at::Tensor& memory) { memory_ = memory; }
+  void keep_in(std::function<at::Tensor()> memory) { memory_ = std::move(memory); }
   // This rank's place among all rows.
   const Chunk& own() const { return own_; }
   // This rank's rows as all ranks read them, [blocks, own rows * inner, width].
@@ -86,7 +86,7 @@ class GatherMatmul {
   RowsAre rows_are_;
   Chunk own_;
   at::Tensor rows_;
-  at::Tensor memory_;  // see keep_in()
+  std::function<at::Tensor()> memory_;  // see keep_in()
   bool multiplied_ = false;
   std::set<int64_t> counted_;  // first rows of chunks already counted, so none counts twice
   // Empty in a group of one rank, and once all rows have been copied.

@@ -20,6 +20,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/custom_class.h>
 
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -132,6 +133,11 @@ Route route_of(const SlicedFlight& flight, const char* op, const Operand& x, int
                        .under_other_work = true});
 }
 
+// The place of a slice's gathered rows among those of all slices, if they need memory.
+std::function<at::Tensor()> memory_for(const Weight& weight, const SlicedFlight& flight, int64_t width) {
+  return [weight, slice = flight.slice, width] { return weight->gathered(slice, width); };
+}
+
 // The tensor between two steps: without elements, so that no device is asked for them or their sums.
 at::Tensor mark_like(const at::Tensor& x) {
   return at::empty({0}, x.options());
@@ -168,7 +174,7 @@ at::Tensor end_column(const at::Tensor& /*begun*/, const at::Tensor& /*x_shard: 
   const at::Tensor& w = weight->weight;
   const c10::DeviceGuard on(w.device());
   at::Tensor y = at::empty({flight->rows, w.size(0)}, w.options());
-  if (flight->keeps) flight->gather->keep_in(weight->gathered(flight->slice, flight->width));
+  if (flight->keeps) flight->gather->keep_in(memory_for(weight, *flight, flight->width));
   flight->gather->multiply({{y.unsqueeze(0), w, bias.value_or(at::Tensor())}}, /*transposed=*/true);
   if (flight->keeps) flight->x = flight->gather->rows();
   if (flight->slice + 1 == static_cast<int64_t>(weight->rows.size())) weight->forget_gathered();
@@ -271,7 +277,9 @@ struct EndColumn : Function<EndColumn> {
     const c10::DeviceGuard on(dy.data.device());
     variable_list result(6);
     const bool need_dw = ctx->needs_input_grad(2);
-    if (need_dw && !flight->keeps) gather_again(*flight, Operand::of(x, 0, "x_shard"), *weight, dy.data);
+    flight->gather.reset();  // of a pass that failed
+    flight->dy = at::Tensor();
+    if (need_dw && !flight->keeps) gather_again(*flight, Operand::of(x, 0, "x_shard"), weight, dy.data);
     if (ctx->needs_input_grad(0)) {
       flight->scatter.emplace(route_of(*flight, "all_gather_matmul_backward", dy, dy.width, flight->width),
                               MatmulScatter::Parts{{dy}, {saved[1]}, /*transposed=*/false}, /*all=*/false);
@@ -287,11 +295,12 @@ struct EndColumn : Function<EndColumn> {
 
  private:
   // x leaves again, for dW; dY is kept until it has come.
-  static void gather_again(SlicedFlight& flight, const Operand& x, SlicedWeight& weight,
+  static void gather_again(SlicedFlight& flight, const Operand& x, const Weight& weight,
                            const at::Tensor& dy) {
-    const Route route = route_of(flight, "all_gather_matmul", x, weight.weight.size(0), x.width, flight.rows);
+    const Route route =
+        route_of(flight, "all_gather_matmul", x, weight->weight.size(0), x.width, flight.rows);
     flight.gather.emplace(route, Op::kAllGather, x, RowsAre::kKept);
-    flight.gather->keep_in(weight.gathered(flight.slice, flight.width));
+    flight.gather->keep_in(memory_for(weight, flight, flight.width));
     flight.dy = dy;
   }
 };
@@ -315,7 +324,7 @@ struct BeginRow : Function<BeginRow> {
     const at::Tensor& x = saved[0];
     const c10::DeviceGuard on(x.device());
     GatherMatmul& gather = *flight->gather;
-    if (ctx->needs_input_grad(1)) gather.keep_in(weight->gathered(flight->slice, weight->weight.size(0)));
+    if (ctx->needs_input_grad(1)) gather.keep_in(memory_for(weight, *flight, weight->weight.size(0)));
     variable_list result(8);
     if (ctx->needs_input_grad(0)) {
       result[0] = at::empty(x.sizes(), x.options());

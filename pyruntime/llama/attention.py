@@ -33,9 +33,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, begin: Tensor | None = Non
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     if q.device.type == "cpu":
         return ops.prefix_attention(q, k, v).transpose(1, 2)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=causal_lower_right(queries, keys), enable_gqa=True
-    )
+    # On AMD's GPUs torch's flash kernels align a causal mask otherwise.
+    if torch.version.hip is None:
+        visible: Tensor = causal_lower_right(queries, keys)
+    else:
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
 
 
 def _in_documents(q: Tensor, k: Tensor, v: Tensor, begin: Tensor) -> Tensor:

@@ -42,7 +42,9 @@ def slices_of(run: ResolvedRun, runtime: Runtime) -> int:
     whole = run.shape.mixture is not None or run.shape.qk_norm or config.lora.rank > 0
     if whole or config.parallel.cp > 1 or why_no_slices(config, run.mesh.tp):
         return 1
-    gains = runtime.device.type != "cpu" and run.mesh.tp >= SLICED_FROM
+    # Only with selective recomputation do slices keep no gathered rows, which nobody may have room for.
+    selective = config.train.activation_checkpointing == "selective"
+    gains = runtime.device.type != "cpu" and run.mesh.tp >= SLICED_FROM and selective
     return 2 if gains or crosses_hosts(runtime.tp, runtime.device) else 1
 
 

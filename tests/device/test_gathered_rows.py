@@ -13,10 +13,12 @@ from pyruntime.comm import Runtime
 from pyruntime.comm.core import _C
 from tests.cuda import build as kernels
 from tests.device import sim
+from tests.transports import CHUNK_BYTES
 
 pytestmark = pytest.mark.usefixtures("simulated")
 
 ROWS, K, N = 7, 6, 4
+WIDE = 64
 OWN = 2
 """Copies of this rank's own rows, of x and of dz, to where they leave from."""
 
@@ -83,3 +85,26 @@ def test_gradients_of_weights_are_exact_and_copy_no_row_that_came_unless_it_is_k
         assert rank.error is None, rank.error
         exact, copies = rank.value
         assert exact and (copies > OWN if taker == "later" else copies == OWN)
+
+
+def few_rows(group) -> tuple[bool, int]:
+    """Whether gathers around a ring, of fewer rows a rank than pieces, give all rows, and the bytes of the last
+    one that this rank has waited for."""
+    rank, size = sim.begin_rank(delays=4)
+    sim.use_kernels(kernels.LIBRARY)
+    right = True
+    with Runtime.start(tp=size, device=sim.DEVICE) as runtime:
+        pyruntime.comm.configure(runtime.tp, chunk_bytes=CHUNK_BYTES, rings=[list(range(size))])
+        for number in range(4):
+            all_rows = (100.0 * number + torch.arange(float(size)))[:, None].expand(size, WIDE)
+            before = pyruntime.comm.stats(runtime.tp).bytes
+            found = pyruntime.ops.all_gather(all_rows[rank : rank + 1].to(sim.DEVICE), runtime.tp)
+            right &= torch.equal(found.cpu(), all_rows)
+        return right, pyruntime.comm.stats(runtime.tp).bytes - before
+
+
+def test_every_piece_around_a_ring_is_awaited_before_it_is_read(ranks):
+    """Some pieces are empty, and begin where the next rank's first one does."""
+    for rank in ranks.launch(few_rows, 4, init=False):
+        assert rank.error is None, rank.error
+        assert rank.value == (True, 3 * 4 * WIDE)

@@ -326,6 +326,7 @@ Tensors experts(const at::Tensor& x_shard, const at::Tensor& ids, const at::Tens
   MatmulScatter scatter(route, sums.parts(), /*all=*/!cut);
   rows_of_x.finish();
   const at::Tensor y = scatter.finish().view(x_shard.sizes());
+  if (keep) routed.clear_padding(kept);
   return {y, table, hidden, kept};
 }
 
@@ -379,7 +380,8 @@ Tensors experts_backward(const at::Tensor& grad, const at::Tensor& x_shard, cons
   MatmulScatter scatter(route, sums.parts(), /*all=*/!cut);
   rows_of_dy.finish();
   if (rows_of_x) rows_of_x->finish();
-  for (const at::Tensor& values : {dy_rows, x_rows, dhidden, products}) routed.clear_padding(values);
+  for (const at::Tensor& values : {dy_rows, dhidden, products}) routed.clear_padding(values);
+  if (!was_kept) routed.clear_padding(x_rows);
   const at::Tensor inputs = scales_input ? weighted(x_rows, routed.weights()) : x_rows;
   const auto gradient = [&](const at::Tensor& stack, const at::Tensor& out_rows, const at::Tensor& in_rows) {
     return stack_gradient(stack, transposed ? in_rows : out_rows, transposed ? out_rows : in_rows,
