@@ -25,8 +25,17 @@ D, WIDTH = 24, 20
 GPT_OSS = ExpertForm(transposed=True, interleaved=True, alpha=1.702, limit=7.0, shift=1.0)
 
 
+LLAMA4 = ExpertForm(scales_input=True)
+
+
 def reference(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *biases: Tensor,
+    llama4: bool = False,
 ) -> Tensor:
     """The definition, expert by expert; with biases GPT-OSS'."""
     y = torch.zeros_like(x)
@@ -38,6 +47,9 @@ def reference(
             gate, up = both[:, ::2].clamp(max=7), both[:, 1::2].clamp(-7, 7)
             joined = (up + 1) * gate * torch.sigmoid(1.702 * gate)
             made = p * (joined @ down[expert] + biases[1][expert])
+        elif llama4:
+            gate, up = ((p * x[row]) @ gate_up[expert].T).chunk(2, -1)
+            made = (F.silu(gate) * up) @ down[expert].T
         else:
             gate, up = (x[row] @ gate_up[expert].T).chunk(2, -1)
             made = (p * F.silu(gate) * up) @ down[expert].T
@@ -112,7 +124,7 @@ def case(group, seed, rows, experts, k, kind, dtype, options, gpt_oss=False):
     given = operands(seed, rows, experts, k, kind, dtype, gpt_oss)
     found = run(group, given, dtype, **options)
     leaves = [each.clone().requires_grad_() for i, each in enumerate(given[:-1]) if i != 1]
-    y = reference(leaves[0], given[1], *leaves[1:])
+    y = reference(leaves[0], given[1], *leaves[1:], llama4=options.get("form") == LLAMA4)
     y.backward(given[-1])
     rows_cut = options.get("cut", True)
     of_rows, of_experts = (lambda t: own(t, group, rows_cut)), (lambda t: own_experts(t, group))
@@ -157,6 +169,14 @@ def test_biases_limits_and_transposed_matrices_of_gpt_oss(ranks, transport):
     for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64)):
         options = {"cut": i != 1}
         ranks.run(on_transport, 3, transport, case, i, 41, 7, 3, "random", dtype, options, True)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_weights_of_llama_4_scale_what_experts_take(ranks, transport):
+    for i, dtype in enumerate((torch.float32, torch.bfloat16)):
+        for cut in (True, False):
+            options = {"cut": cut, "form": LLAMA4}
+            ranks.run(on_transport, 3, transport, case, i, 41, 7, 3, "random", dtype, options)
 
 
 def joined(gate: Tensor, up: Tensor, group) -> list[Tensor]:
