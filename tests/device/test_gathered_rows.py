@@ -88,8 +88,8 @@ def test_gradients_of_weights_are_exact_and_copy_no_row_that_came_unless_it_is_k
 
 
 def few_rows(group) -> tuple[bool, int]:
-    """Whether gathers around a ring, of fewer rows a rank than pieces, give all rows, and the bytes of the last
-    one that this rank has waited for."""
+    """Whether gathers around a ring, of fewer rows a rank than pieces, give all rows, and the bytes of the
+    last one that this rank has waited for."""
     rank, size = sim.begin_rank(delays=4)
     sim.use_kernels(kernels.LIBRARY)
     right = True
