@@ -243,7 +243,7 @@ def _form_of(module: nn.Module, given: _Given) -> ExpertForm | None:
     numbers: dict[str, float] = {}
     for name in ("alpha", "limit"):
         for number in (getattr(module, key, None) for key in (name, f"swiglu_{name}")):
-            if isinstance(number, int | float):
+            if isinstance(number, int | float) and math.isfinite(number):
                 numbers[name] = float(number)
     probe = _PROBE * (2 * numbers.get("limit", 3.0))
     if hasattr(type(module), "_apply_gate"):

@@ -57,6 +57,8 @@ class Rules:
     """Whether peers' slots that this rank reads in place count as its memory too, as pages do on CPUs."""
     element: float = 2
     """Bytes of an activation's element."""
+    whole_inputs: bool = False
+    """Whether column linears keep the rows of all tensor-parallel ranks, as those of causal slices may."""
     made_whole: bool = False
     """Whether a rank makes the weights of its stage whole before ZeRO 3 cuts them."""
 
@@ -143,7 +145,10 @@ def layer_activations(
     norms recompute, and what is made of gate and up: tokens h (8 + 4 k/a + 4 h_ffn/h) / t. Full recomputation
     keeps the layer's input: tokens h 2 / t.
     """
-    return tokens * (_wide(model, recompute) + _cut(model, rules, recompute)) / tp
+    kept = _wide(model, recompute) + _cut(model, rules, recompute)
+    if rules.whole_inputs and recompute != "full":  # of two column linears, in place of this rank's rows
+        kept += 2 * 2 * model.hidden * (tp if recompute == "selective" else tp - 1)
+    return tokens * kept / tp
 
 
 def _wide(model: ModelShape, recompute: Recomputation) -> float:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.nn.chunked_head import chunk_rows
+from pyruntime.nn.sliced import MOST_GATHERED_AGAIN
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.measured import PROCESS_BYTES
 from pyruntime.plan.memory import Memory, Rules, worst_memory
@@ -47,6 +48,9 @@ def trainer_rules(config: RunConfig, cluster: Cluster | None = None) -> Rules:
     """Returns the memory rules of a run in its dtype on its device; `auto` is a GPU if `cluster` has some,
     else a CPU. fp32 weights need no master weights."""
     rules = DEVICE if _on_gpus(config, cluster) else TRAINER
+    slices, selective = config.parallel.tp_slices, config.train.activation_checkpointing == "selective"
+    if slices != "auto" and slices > (MOST_GATHERED_AGAIN if selective else 1):
+        rules = dataclasses.replace(rules, whole_inputs=True)
     if config.train.dtype == "bf16":
         return rules
     return dataclasses.replace(

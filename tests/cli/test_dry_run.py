@@ -18,10 +18,10 @@ from pyruntime.plan.memory import SAFE, worst_memory
 from pyruntime.plan.mesh import Job
 from pyruntime.plan.search import SearchSpace, meshes
 from pyruntime.train import config_file
-from pyruntime.train.config import tokens_per_step
+from pyruntime.train.config import Model, Parallel, RunConfig, Train, tokens_per_step
 from pyruntime.train.planned import estimate, rules_of
 from pyruntime.train.resolved import check
-from tests.train.jobs import changed
+from tests.train.jobs import changed, resolved
 from tools import write_presets
 from tools.write_presets import PRESETS
 
@@ -188,3 +188,21 @@ def test_a_number_of_ranks_without_a_mesh_is_refused_with_those_that_have_one(ca
     assert main(["train", "--config", "llama3-70b", "--dry_run", "48"]) == 2
     assert re.search(r"llama3-70b\.toml has tables for .*512, 1024 ranks, and none for 48;",
                      capsys.readouterr().err)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("slices", "recompute", "whole"), [(2, "none", 7), (2, "selective", 0), (3, "selective", 8)]
+)
+def test_rows_that_causal_slices_keep_are_counted(slices, recompute, whole):
+    """Of two column linears a layer: those of 8 ranks in place of this rank's, or beside none."""
+    config = RunConfig(
+        model=Model(preset="llama3-8b", vocab_size=128256),
+        train=Train(
+            dtype="bf16", seq_len=2048, batch_size=1, micro_batch_size=1, activation_checkpointing=recompute
+        ),
+        parallel=Parallel(tp=8),
+    )
+    plain, sliced = (
+        estimate(resolved(changed(config, "parallel", tp_slices=each), 8)) for each in (1, slices)
+    )
+    assert sliced.activations - plain.activations == pytest.approx(32 * 2 * 2 * 2048 * 4096 * whole / 8)
