@@ -38,7 +38,7 @@ def test_a_switch_takes_truth_as_configurations_and_as_python_write_it(word):
         (
             ["fly"],
             "There is no command fly; use train, tokenize, generate, convert, report, doctor, mesh, "
-            "schedule, profile, plan, tune or members.",
+            "schedule, profile, plan, simulate, tune or members.",
         ),
         (["train", "--config", "no.toml"], "--config no.toml: there is no such file and no such preset;"),
         (["train", "--config"], "--config needs a value."),

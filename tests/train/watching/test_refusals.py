@@ -58,7 +58,6 @@ def test_what_cannot_be_is_refused(config, sentence):
     [
         ({"train": Train(dtype="fp32")}, "train.dtype=fp32"),
         ({"comm": Comm(tier="unfused")}, "comm.tier=unfused"),
-        ({"parallel": Parallel(tp_slices=2)}, "parallel.tp_slices=2"),
         ({"parallel": Parallel(tp_wire="fp8")}, "parallel.tp_wire=fp8"),
         ({"data_parallel": DataParallel(method="diloco", tau=4)}, "data_parallel.method=diloco"),
         ({"data_parallel": DataParallel(compression="top_k")}, "data_parallel.compression=top_k"),
