@@ -85,7 +85,8 @@ def experts(
         cut: whether rows are cut over the group.
         rows: M, of cut rows. None: the ranks exchange their numbers of rows.
         tier: "auto", "chunked" or "unfused", as of the primitives.
-        gate_up_bias, down_bias: [E_r, 2 F] and [E_r, D]; or neither.
+        gate_up_bias: [E_r, 2 F], or None.
+        down_bias: [E_r, D], where there is gate_up_bias.
         form: see `ExpertForm`. With scales_input, Y sums E_{i_j}(p_j X_r).
 
     For the backward, gate_up's results [rows of this rank's experts, 2 F] are kept, and between hosts those
