@@ -48,7 +48,7 @@ class GatherMatmul {
                    const std::function<void(const Chunk& part, const at::Tensor& rows)>& use);
   // All rows in order, [blocks, rows * inner, width]; the shard itself in a group of one rank.
   const at::Tensor& rows();
-  // Where rows() will be, if they need memory of their own; only before the first chunk is read.
+  // Lets rows() lie in that memory, if they need memory of their own; only before the first chunk is read.
   void keep_in(std::function<at::Tensor()> memory) { memory_ = std::move(memory); }
   // This rank's place among all rows.
   const Chunk& own() const { return own_; }

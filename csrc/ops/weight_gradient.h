@@ -27,7 +27,7 @@
 
 namespace pyruntime {
 
-// Where the rows of each matrix of a stack [E, N, K] end, E numbers; empty for one matrix.
+// The end of each matrix's rows, E numbers for a stack [E, N, K]; empty for one matrix.
 using Ends = std::vector<int64_t>;
 
 // dy [rows, N], x [rows, K], both contiguous or transposable without a copy. `later`: the op waits for other

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 from pyruntime.cli import train
 from pyruntime.cli.arguments import take_count, take_option, writing
 from pyruntime.text import as_lines
-from pyruntime.train.errors import ConfigError, refusing
+from pyruntime.train.errors import refusing, require
 
 DESCRIPTION = """Runs a step of the trainer in virtual time, on --gpus N GPUs of which none need be there: the
 real program, call by call, on a simulated GPU that takes the seconds of a table and computes nothing. It
@@ -25,9 +26,15 @@ def main(argv: list[str]) -> None:
     machine, of_run = take_option(of_run, "machine")
     kept, of_run = take_option(of_run, "json")
     trace, of_run = take_option(of_run, "trace")
+    asks_for_help = {"-h", "--help"} & set(of_run)
+    require(gpus is not None or bool(asks_for_help), "simulate needs the number of GPUs, --gpus N.")
     config, name = train.read(of_run, gpus, "simulate", DESCRIPTION, others=OWN)
-    if gpus is None:
-        raise ConfigError("simulate needs the number of GPUs, --gpus N.")
+    assert gpus is not None  # --help has ended the process
+    for option, path in (("json", kept), ("trace", trace)):
+        require(
+            not path or Path(path).absolute().parent.is_dir(),
+            f"--{option}: the folder of {path} is not there; make it first, or name another file.",
+        )
 
     from pyruntime.clock import device_build, simulated_step  # import the model, which --help does not need
     from pyruntime.clock.machine_model import find
@@ -49,7 +56,10 @@ def main(argv: list[str]) -> None:
 def keep(path: Path, line: dict[str, object]) -> None:
     """Adds a line to the file of --json, in place of what the same command found before. What else the file
     has stays. Raises ConfigError."""
-    with refusing("--json: "), writing(f"--json: {path}"):
-        document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"results": []}
+    document: dict[str, Any] = {"results": []}
+    with refusing(f"--json: {path} is no file of simulate: ", (ValueError, KeyError, TypeError, OSError)):
+        if path.exists():
+            document = json.loads(path.read_text(encoding="utf-8"))
         others = [each for each in document["results"] if each["command"] != line["command"]]
+    with writing(f"--json: {path}"):
         path.write_text(as_lines({**document, "results": [*others, line]}), encoding="utf-8")

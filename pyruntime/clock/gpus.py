@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DEPTH = 64
-"""Of k, in a step of a tile: kDepth of both kinds of kernels."""
+"""Elements of k in a step of a tile: kDepth of both kinds of kernels."""
 SHARED_BYTES_PER_CLOCK = 128
-"""Of a multiprocessor."""
+"""Bytes that a multiprocessor reads from shared memory in a clock."""
 L2_BYTES_PER_CLOCK = 5120
-"""Of the whole GPU (NVIDIA A100 whitepaper; taken for Hopper too)."""
+"""Bytes that the whole GPU reads from L2 in a clock (NVIDIA A100 whitepaper; taken for Hopper too)."""
 LAUNCH_S = 3e-6
 FIRST_LOAD_S = 1e-6
 """From HBM into shared memory, with nothing else loading."""
@@ -21,11 +21,11 @@ class Gpu:
 
     name: str
     architecture: int
-    """Of the machine code that runs on it."""
+    """Number of the machine code that runs on it: 90 for sm_90."""
     multiprocessors: int
     clock_hz: float
     flops_per_clock: float
-    """Of one multiprocessor's tensor cores, bf16."""
+    """Operations that one multiprocessor's tensor cores do in a clock, in bf16."""
     mma_share: float
     """Share by mma.sync; on Hopper 0.63 (Luo et al. 2024, arXiv 2402.13499, table 9)."""
     hbm_bytes_per_s: float

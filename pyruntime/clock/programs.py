@@ -25,8 +25,8 @@ def run(
 ) -> list[Result]:
     """Returns what `program` returns of each place, which a forked process calls. A single one is run here.
 
-    Raises ValueError with the message of the first one that raised it, RuntimeError with the traceback of one
-    that failed otherwise; the others are ended.
+    Raises ValueError with the message of the first one that raised it, or that one has been killed;
+    RuntimeError with the traceback of one that failed otherwise. The others are ended.
     """
     if len(places) == 1:
         return [program(ProgramPlace(places[0], gpus_per_host))]
@@ -63,7 +63,9 @@ def _heard(end: Connection, at: Mapping[str, int]) -> Any:
     try:
         result, refusal, failure = end.recv()
     except EOFError:
-        raise RuntimeError(f"The program of {where} has ended without a result.") from None
+        raise ValueError(
+            f"The program of {where} has ended without a result; the system ends programs where memory does."
+        ) from None
     if refusal is not None:
         raise ValueError(refusal)
     if failure is not None:

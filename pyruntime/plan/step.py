@@ -480,15 +480,15 @@ class Predictor:
         added = (micro_batches * mesh.slices - 1) / micro_batches
         return added * SUM_BYTES * self.parameters(mesh) / self.job.cluster.memory_bandwidth
 
-    def _served(self, exchange: DataParallelExchange, zero: int) -> float:
-        """Returns the seconds in which a GPU sums parts of gradients, and copies what returns where it
-        belongs; gathered weights of stage 3 are read where they arrive. Those of CPU ranks are in
-        `Link.core`."""
+    def _served(self, exchange: DataParallelExchange, zero: int) -> tuple[float, float]:
+        """Returns the seconds in which a GPU sums parts of gradients once, and those in which it copies what
+        returns where it belongs; gathered weights of stage 3 are read where they arrive. Those of CPU ranks
+        are in `Link.core`."""
         over, bandwidth = exchange.over, self.job.cluster.memory_bandwidth
         if self.job.cluster.core_bandwidth or self.overlap == "none" or over.size == 1:
-            return 0.0
+            return 0.0, 0.0
         copied = 0.0 if zero == 3 else 2 * 2 * exchange.parameters
-        return (exchange.gradients * (1 + 1 / over.size) + copied) / bandwidth
+        return exchange.gradients * (1 + 1 / over.size) / bandwidth, copied / bandwidth
 
     def _reduction(
         self, mesh: Mesh, micro_batches: int, one: LayerSeconds, layers: int, head: float
@@ -505,7 +505,9 @@ class Predictor:
         gradients, weights, own_gradients, own_weights = (
             sum(each) for each in zip(*(exchange.seconds() for exchange in exchanges), strict=True)
         )
-        served = sum(self._served(each, zero) for each in exchanges)
+        sums, copies = (
+            sum(each) for each in zip(*(self._served(exchange, zero) for exchange in exchanges), strict=True)
+        )
         crosses = any(each.over.crosses for each in exchanges)
         forward = head + layers * (one.forward + one.tp_forward + one.cp_forward)
         backward = 2 * head + layers * (
@@ -535,10 +537,10 @@ class Predictor:
             reducing = left(again + gradients, window_backward + own_reducing)
             in_all = micro_batches * each + (micro_batches - times) * without + times * reducing
             own = (1 + share) * micro_batches * own_weights + times * own_gradients
-            return in_all + own + served, optimizer
+            return in_all + own + times * sums, optimizer
         if zero < 2:
             times = 1
-        own = times * (own_gradients + served) + own_weights
+        own = times * (own_gradients + sums) + own_weights + copies
         if zero == 0:  # Whole sums return in place of new weights, before the optimizer.
             return own + left(gradients + weights, window_backward), optimizer
         return own + times * left(gradients, window_backward) + left(weights, window_forward), optimizer

@@ -194,7 +194,7 @@ def test_a_number_of_ranks_without_a_mesh_is_refused_with_those_that_have_one(ca
     ("slices", "recompute", "whole"), [(2, "none", 7), (2, "selective", 0), (3, "selective", 8)]
 )
 def test_rows_that_causal_slices_keep_are_counted(slices, recompute, whole):
-    """Of two column linears a layer: those of 8 ranks in place of this rank's, or beside none."""
+    """Two linears a layer keep the rows of 8 ranks, in place of this rank's or where none were kept."""
     config = RunConfig(
         model=Model(preset="llama3-8b", vocab_size=128256),
         train=Train(

@@ -15,12 +15,14 @@ import pyruntime
 from pyruntime.cli import main
 from pyruntime.cli import train as cli
 from pyruntime.cli.arguments import take_count
+from pyruntime.cli.simulate import keep
 from pyruntime.clock import device_build, machine_model, mirrors, programs, simulated_step, step_account
 from pyruntime.clock.mirrors import ProgramPlace, mirrored
 from pyruntime.comm import group_name, group_rank
 from pyruntime.comm.ring import Ring
 from pyruntime.pipeline import make_schedule
 from pyruntime.pipeline.executor import Pipeline
+from pyruntime.train.errors import ConfigError
 from pyruntime.train.planned import planned, predicted
 from pyruntime.train.resolved import check
 
@@ -108,10 +110,9 @@ def the_host(core):
 def values(core):
     refused = []
     for read in (torch.Tensor.nonzero, lambda x: x.long().tolist()):
-        try:
+        with pytest.raises(NotImplementedError) as caught:
             read(torch.empty(8, device="sim"))
-        except NotImplementedError as error:
-            refused.append(str(error))  # the test expects both
+        refused.append(str(caught.value))
     return refused
 
 
@@ -409,6 +410,18 @@ def test_what_a_first_run_needs_is_said(tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="is not there; install pyruntime again"):
         device_build.build()
     assert "simulate needs the number of GPUs, --gpus N" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_kept_is_refused_before_the_step(tmp_path, capsys):
+    for option in ("json", "trace"):
+        path = tmp_path / "missing" / "file"
+        assert main(["simulate", *FLAGS, "--gpus", "1", f"--{option}", str(path)]) == 2
+        assert f"--{option}: the folder of {path} is not there" in capsys.readouterr().err
+    for other in ("no JSON", "[1]", '{"results": [{}]}'):
+        (tmp_path / "kept").write_text(other)
+        with pytest.raises(ConfigError, match=r"--json: .*kept is no file of simulate: "):
+            keep(tmp_path / "kept", {"command": "mine"})
+        assert (tmp_path / "kept").read_text() == other
 
 
 RECORDED = json.loads((Path(__file__).parents[2] / "bench/results/planning/clock.json").read_text())[

@@ -16,7 +16,7 @@ from tests.device import sim
 pytestmark = pytest.mark.usefixtures("simulated")
 
 ROWS, IN, OUT = (7, 8), 6, 9
-"""Of each slice over all ranks; features."""
+"""Rows of each slice over all ranks, and features of the linear's two sides."""
 
 
 def drawn(*shape: int) -> torch.Tensor:

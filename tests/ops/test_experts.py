@@ -288,6 +288,8 @@ def wrong(group, change):
     elif change == "k":
         arguments["weights"] = arguments["weights"][:, :1]
     biases = {"down_bias": torch.zeros(2, D)} if change == "bias" else {}
+    if change == "dtype of a bias":
+        biases = {"gate_up_bias": torch.zeros(2, 2 * WIDTH), "down_bias": torch.zeros(2, D).double()}
     ops.experts(*arguments.values(), group, experts=experts, **biases)
 
 
@@ -298,7 +300,11 @@ def wrong(group, change):
         ("experts", r"its share of experts=5"),
         ("dtype", r"they must agree"),
         ("k", r"both must be \[4, k\]"),
-        ("bias", r"biases must be \[2, 40\] and \[2, 24\], .* or both left out"),
+        ("bias", r"biases must be \[2, 40\] and \[2, 24\], or both left out; these are not"),
+        (
+            "dtype of a bias",
+            r"TypeError: experts: a bias has dtype Double and gate_up Float; they must agree",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(ranks, change, said):

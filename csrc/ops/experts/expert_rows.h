@@ -33,7 +33,7 @@ class ExpertRows {
   int64_t experts() const { return static_cast<int64_t>(counts_.size()); }
   // All places.
   int64_t size() const { return begins_.back(); }
-  // Where the places of each expert of this rank end.
+  // The end of each expert's places, for the experts of this rank.
   std::vector<int64_t> ends() const { return {begins_.begin() + 1, begins_.end()}; }
   // All rows of an expert of this rank, counted from 0; those of a chunk; all its places.
   Run of(int64_t expert) const { return {begins_[expert], counts_[expert]}; }

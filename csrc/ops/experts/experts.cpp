@@ -77,15 +77,19 @@ Held check(const Operand& x, const at::Tensor& ids, const at::Tensor& weights, c
                     given.transposed ? " with the last two dimensions swapped" : "",
                     ", its share of experts=", experts, ".");
   const auto is_bias = [&](const at::Tensor& bias, int64_t width) {
-    return bias.dim() == 2 && bias.size(0) == held.count && bias.size(1) == width &&
-           bias.scalar_type() == gate_up.scalar_type();
+    return bias.dim() == 2 && bias.size(0) == held.count && bias.size(1) == width;
   };
   const bool none = !given.gate_up_bias.defined() && !given.down_bias.defined();
   TORCH_CHECK_VALUE(
       none || (given.gate_up_bias.defined() && given.down_bias.defined() &&
                is_bias(given.gate_up_bias, gate_up.size(out)) && is_bias(given.down_bias, x.width)),
       kOp, ": biases must be [", held.count, ", ", gate_up.size(out), "] and [", held.count, ", ", x.width,
-      "], of the matrices' dtype ", gate_up.scalar_type(), ", or both left out; these are not.");
+      "], or both left out; these are not.");
+  for (const at::Tensor& bias : {given.gate_up_bias, given.down_bias}) {
+    TORCH_CHECK_TYPE(!bias.defined() || bias.scalar_type() == gate_up.scalar_type(), kOp,
+                     ": a bias has dtype ", bias.scalar_type(), " and gate_up ", gate_up.scalar_type(),
+                     "; they must agree.");
+  }
   TORCH_CHECK_TYPE(
       gate_up.scalar_type() == x.data.scalar_type() && down.scalar_type() == x.data.scalar_type(), kOp,
       ": x has dtype ", x.data.scalar_type(), ", gate_up ", gate_up.scalar_type(), " and down ",
