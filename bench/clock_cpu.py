@@ -3,13 +3,15 @@
     python -m bench.clock_cpu [--rounds 3] [--meshes "tp 2" "ZeRO 3"] [--json FILE]
 
 The table: GEMMs and attention of every shape that the program asks for, and a copy of its bytes, take what
-they take on two processes at once. What is not in it are two numbers: what a launch costs beside its work,
-and by how much longer an elementwise launch takes than a copy. They are such that steps of one rank of both
-presets take as long as measured. With them the steps of two ranks are predicted.
+they take on two processes at once. What is not in it are two numbers. A launch beside its work: such that a
+step of one rank of the preset `tiny` takes as long as measured. How much longer work takes within a step,
+where operands are not in a cache: such that a step of one rank of the same preset does. With them the steps
+of two ranks are predicted; so it is their share of one rank's step that is compared.
 
 A CPU rank has no streams and no copy engines: it reads its peers' memory in place, so a transfer takes
-nothing by itself, and what the program puts on several streams counts one after the other. Real runs and
-rounds of the table take turns, and the fastest step and call count, because whatever else runs slows both.
+nothing by itself, and what the program puts on several streams counts one after the other. Attention around
+a ring is one kernel on CPUs, and on devices many, which the table prices. Real runs and rounds of the table
+take turns, and the fastest step and call count, because whatever else runs slows both.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ from pyruntime.ops.attention import causal_attention
 from pyruntime.plan.cluster import Cluster
 
 CONFIGS = ("dim256", "dim1024")
+SETS_LAUNCH = "tiny"
+"""The preset whose work is so small that its step tells what launches take."""
 ONE_RANK = "one rank"
 MESHES = {
     ONE_RANK: (1, "--parallel.tp 1"),
@@ -50,9 +54,10 @@ MESHES = {
     "cp 2": (2, "--parallel.tp 1 --parallel.cp 2 --parallel.zero 1"),
     "ZB-V": (2, "--parallel.tp 1 --parallel.pp 2 --pipeline.kind zb-v"),
 }
+TWO = [name for name in MESHES if name != ONE_RANK]
 ALWAYS = "--train.dtype fp32 --train.val_every 0 --checkpoint.every_steps 0 --train.threads 1 "
 ALWAYS += "--optimizer.on_bad_step skip"  # reads each step's norm, so that the host does not run ahead
-REAL_STEPS, LEFT_OUT = 8, 2
+REAL_STEPS, LEFT_OUT = 6, 2
 """Steps of a run, and those that first prepare it."""
 LEAST_S, MOST_CALLS = 0.02, 200
 """The shortest time for which a work is repeated, and the most repetitions."""
@@ -71,8 +76,8 @@ class CpuMachine:
 
     known: dict[Asked, float]
     """Seconds of works; others take a microsecond."""
-    factor: float = 1.0
-    """Seconds of an elementwise launch over those of a copy."""
+    slower: float = 1.0
+    """Seconds of a work within a step over those by itself."""
     launch: float = 0.0
     """Seconds of a launch beside its work."""
     name: str = "two CPU ranks"
@@ -81,9 +86,8 @@ class CpuMachine:
     def seconds(self, kind: str, sizes: Sequence[int]) -> float:
         if kind in NO_TIME:
             return NO_TIME[kind]
-        work = work_of(kind, sizes)
         launch = 0.0 if kind == "bytes" else self.launch  # others are in a launch that is asked for
-        return self.known.get(work, 1e-6) * (self.factor if work[0] == "memory" else 1.0) + launch
+        return self.known.get(work_of(kind, sizes), 1e-6) * self.slower + launch
 
     def exchanged(self, hosts: int) -> float:
         return 0.0
@@ -214,7 +218,7 @@ def works_s(works: Sequence[Asked]) -> dict[Asked, float]:
 
 def compare(rounds: int, meshes: Sequence[str]) -> list[dict[str, Any]]:
     """Returns the seconds of each preset and mesh, measured and in virtual time, and their ratio."""
-    runs = [(config, mesh) for config in CONFIGS for mesh in meshes]
+    runs = [(SETS_LAUNCH, ONE_RANK), *((config, mesh) for config in CONFIGS for mesh in (ONE_RANK, *meshes))]
     asked = [program for run in runs for program in virtual_step(*run, CpuMachine({}))]
     works = sorted({work_of(*each) for program in asked for each in program.works if each[0] not in NO_TIME})
     known = dict.fromkeys(works, math.inf)
@@ -223,32 +227,33 @@ def compare(rounds: int, meshes: Sequence[str]) -> list[dict[str, Any]]:
         for _ in range(rounds):
             known = {work: min(known[work], seconds) for work, seconds in works_s(works).items()}
             measured = {run: min(measured[run], real_steps(*run, Path(folder))) for run in runs}
-    factor, launch = beside_the_table(known, [measured[config, ONE_RANK] for config in CONFIGS])
-    machine, results = CpuMachine(known, factor, launch), []
-    for (config, mesh), seconds in measured.items():
-        virtual = max(map(on_one_thread, virtual_step(config, mesh, machine)))
-        about = {"config": config, "mesh": mesh, "factor": factor, "launch_s": launch}
-        results.append({**about, "measured_s": seconds, "virtual_s": virtual, "ratio": virtual / seconds})
+    launch = _left(measured, SETS_LAUNCH, CpuMachine(known, slower=1.0), CpuMachine(known, 1.0, 1.0))
+    results = []
+    for config in CONFIGS:
+        slower = _left(measured, config, CpuMachine(known, 0.0, launch), CpuMachine(known, 1.0, launch))
+        machine = CpuMachine(known, slower, launch)
+        for mesh in meshes:
+            seconds = measured[config, mesh]
+            virtual = max(map(on_one_thread, virtual_step(config, mesh, machine)))
+            about = {"config": config, "mesh": mesh, "slower": slower, "launch_s": launch}
+            results.append({**about, "measured_s": seconds, "virtual_s": virtual, "ratio": virtual / seconds})
     return results
 
 
-def beside_the_table(known: dict[Asked, float], measured: Sequence[float]) -> tuple[float, float]:
-    """Returns factor and launch of a CpuMachine on which steps of one rank take as long as measured, a step
-    for each preset. Raises ValueError if one of them would be negative."""
-    rows, left = [], []
-    for config, seconds in zip(CONFIGS, measured, strict=True):
-        (without,), (once,) = (virtual_step(config, ONE_RANK, CpuMachine(known, each)) for each in (0.0, 1.0))
-        launches = len(_works(once, of_computing=True)) + len(_works(once, of_computing=False))
-        rows.append([on_one_thread(once) - on_one_thread(without), float(launches)])
-        left.append(seconds - on_one_thread(without))
-    matrix, right = (torch.tensor(each, dtype=torch.float64) for each in (rows, left))
-    factor, launch = torch.linalg.solve(matrix, right).tolist()
-    if min(factor, launch) < 0:
+def _left(
+    measured: dict[tuple[str, str], float], config: str, without: CpuMachine, once: CpuMachine
+) -> float:
+    """Returns how often a step of one rank has what one machine has once and the other not, so that it takes
+    as long as measured. Raises ValueError if it is negative."""
+    (first,), (second,) = (virtual_step(config, ONE_RANK, each) for each in (without, once))
+    begin, end = on_one_thread(first), on_one_thread(second)
+    found = (measured[config, ONE_RANK] - begin) / (end - begin)
+    if found < 0:
         raise ValueError(
-            f"An elementwise launch would take {factor:.2f} copies and a launch {1e6 * launch:.1f} us: other "
-            "programs have slowed some of the steps of one rank. Run it again while nothing else runs."
+            f"A step of one rank of {config} took {measured[config, ONE_RANK]:.4f} s, less than {begin:.4f} "
+            "s by the table: other programs have slowed it. Run it again while nothing else runs."
         )
-    return factor, launch
+    return found
 
 
 def main(argv: list[str]) -> int:
@@ -256,11 +261,11 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--rounds", type=int, default=3, help="default %(default)s")
-    parser.add_argument("--meshes", nargs="+", choices=MESHES, default=list(MESHES), help="default: all")
+    parser.add_argument("--meshes", nargs="+", choices=TWO, default=TWO, help="default: all")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures there")
     options = parser.parse_args(argv)
     device_build.build()
-    found = compare(options.rounds, list(dict.fromkeys([ONE_RANK, *options.meshes])))
+    found = compare(options.rounds, options.meshes)
     rows = [
         [
             f"{each['config']}, {each['mesh']}",
@@ -271,9 +276,10 @@ def main(argv: list[str]) -> int:
         for each in found
     ]
     print(table(["ms a step", "measured", "virtual", "ratio"], rows))
+    slower = {each["config"]: f"{each['slower']:.2f} in {each['config']}" for each in found}
     print(
-        f"Set by {ONE_RANK}: an elementwise launch takes {found[0]['factor']:.2f} times a copy of its "
-        f"bytes, and each launch {1e6 * found[0]['launch_s']:.1f} us."
+        f"Set by {ONE_RANK}: a launch takes {1e6 * found[0]['launch_s']:.0f} us, and work takes longer "
+        f"within a step than by itself by {', '.join(slower.values())}."
     )
     if options.json:
         write_records(options.json, {"facts": facts(), "results": found})

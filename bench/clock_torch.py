@@ -11,14 +11,13 @@ Torch is favoured: nothing is charged for what DTensor and FSDP do in Python, no
 NCCL takes from GEMMs; weights are bf16 without a copy in fp32, so AdamW moves less than ours; gradients
 travel in bf16; norms' gradients are not summed over tensor-parallel ranks. With data-parallel ranks
 parallel.zero 3 frees weights after the forward pass, and lower stages keep them until the backward pass has
-read them.
+read them. train.activation_checkpointing selective keeps what torchtitan's per-operator choice keeps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -37,13 +36,13 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bench.common import plain_llama
 from bench.common.plain_llama import FeedForward, PlainLlama, Shape
 from pyruntime.cli import train
 from pyruntime.cli.arguments import take_count, take_option
-from pyruntime.cli.simulate import keep
+from pyruntime.cli.simulate import command_of, keep
 from pyruntime.clock import device_build, mirrors
 from pyruntime.clock.machine_model import Machine, find
 from pyruntime.clock.mirrors import ProgramPlace, mirrored
@@ -56,6 +55,11 @@ from pyruntime.train.resolved import ResolvedRun, check
 STEPS = 4
 """The third counts."""
 AXES = ("dp", "tp")
+KEPT = (
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+)
+"""What selective recomputation keeps beside products."""
 
 
 def touch(name: str, *tensors: Tensor) -> None:
@@ -169,13 +173,30 @@ def build(run: ResolvedRun, runtime: Runtime) -> PlainLlama:
     if run.mesh.dp > 1:
         _cut_over_dp(model, runtime, frees=run.config.parallel.zero == 3)
     model.to_empty(device="sim")
-    if train.activation_checkpointing == "full":
+    if train.activation_checkpointing != "none":
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if train.activation_checkpointing == "selective":
+            options["context_fn"] = _keeps_every_second_product
         for block in model.blocks:
             forward = block.forward
-            block.forward = lambda *inputs, forward=forward: checkpoint(
-                forward, *inputs, use_reentrant=False, preserve_rng_state=False
-            )
+            block.forward = lambda *inputs, forward=forward: checkpoint(forward, *inputs, **options)
     return model
+
+
+def _keeps_every_second_product() -> tuple[Any, Any]:
+    """The contexts in which a block keeps what torchtitan's selective recomputation of operators keeps:
+    attention, scattered sums, and every second product of matrices."""
+    products = {False: 0, True: 0}
+
+    def keeps(ctx: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if operator == torch.ops.aten.mm.default:
+            products[ctx.is_recompute] += 1
+            kept = products[ctx.is_recompute] % 2 == 1
+        else:
+            kept = operator in KEPT
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(keeps)
 
 
 def _cut_over_tp(model: PlainLlama, runtime: Runtime) -> None:
@@ -278,9 +299,7 @@ def main(argv: list[str]) -> int:
         device_build.build()
         found = simulate(run, find(machine or "h100"), gpus)
         if kept:
-            _, flags = take_option(of_run, "config")
-            command = shlex.join(["--config", name, "--gpus", str(gpus), *flags])
-            keep(Path(kept), {"command": command, **found.record()})
+            keep(Path(kept), {"command": command_of(name, gpus, machine, of_run), **found.record()})
     except ValueError as error:
         print(f"bench.clock_torch: {error}", file=sys.stderr)
         return 2

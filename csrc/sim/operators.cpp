@@ -421,13 +421,19 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
-// The host is given zeros for losses, norms and flags. Of integers it computes shapes, which would be wrong.
-void check_is_no_integer(const at::Tensor& tensor) {
+// The host is given zeros for losses, norms and flags. Of integers it computes shapes, so they are those of
+// the clock, or refused.
+void fill_for_host(const at::Tensor& tensor) {
   const bool is_flag = tensor.scalar_type() == at::kByte || tensor.scalar_type() == at::kBool;
-  TORCH_CHECK_NOT_IMPLEMENTED(is_flag || !at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false),
-                              "The host reads integers of a device, shape ", tensor.sizes(),
+  if (is_flag || !at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false)) {
+    tensor.zero_();
+    return;
+  }
+  const int64_t below = Clock::instance().integers_below();
+  TORCH_CHECK_NOT_IMPLEMENTED(below > 0, "The host reads integers of a device, shape ", tensor.sizes(),
                               ", and in virtual time no values are computed; tell it what it asks for, as "
                               "`rows` of an op.");
+  tensor.copy_(at::arange(tensor.numel(), at::kLong).remainder(below).view(tensor.sizes()));
 }
 
 at::Tensor copy_in_virtual_time(const at::Tensor& self, const at::Tensor& dst, const char* name,
@@ -437,8 +443,7 @@ at::Tensor copy_in_virtual_time(const at::Tensor& self, const at::Tensor& dst, c
   const int device = is_sim(self) ? self.device().index() : dst.device().index();
   enqueue(device, name, [] {}, is_inside ? memory_work(bytes) : Work{name, {bytes / 2}});
   if (dst.device().is_cpu()) {
-    check_is_no_integer(self);
-    dst.zero_();
+    fill_for_host(dst);
   }
   if (is_inside || goes_on) return dst;
   HostWaits::count(name);
@@ -484,8 +489,9 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   HostWaits::count("item");
   current_queue(self.device().index()).synchronize();
   if (Clock::is_on()) {
-    check_is_no_integer(self);
-    return at::zeros({}, at::TensorOptions().dtype(self.scalar_type())).item();
+    const at::Tensor value = at::empty({}, at::TensorOptions().dtype(self.scalar_type()));
+    fill_for_host(value);
+    return value.item();
   }
   const OpenMemory open;
   return over(self).item();

@@ -48,9 +48,14 @@ def main(argv: list[str]) -> None:
         with writing(f"--trace: {trace}"):
             Path(trace).write_text(json.dumps(simulated_step.chrome_trace(found)), encoding="utf-8")
     if kept:
-        _, flags = take_option(of_run, "config")
-        command = shlex.join(["--config", name, "--gpus", str(gpus), *flags])
-        keep(Path(kept), {"command": command, **found.record()})
+        keep(Path(kept), {"command": command_of(name, gpus, machine, of_run), **found.record()})
+
+
+def command_of(config: str, gpus: int, machine: str | None, of_run: list[str]) -> str:
+    """Returns the options that ask for the same step again."""
+    _, flags = take_option(of_run, "config")
+    of_machine = ["--machine", machine] if machine else []
+    return shlex.join(["--config", config, "--gpus", str(gpus), *of_machine, *flags])
 
 
 def keep(path: Path, line: dict[str, object]) -> None:

@@ -83,11 +83,13 @@ def mirrored(
     axes: Mapping[str, int],
     place: ProgramPlace | None = None,
     exchanged: Callable[[int], float] | None = None,
+    ep: int | None = None,
 ) -> Iterator[Runtime]:
     """Opens a Runtime of the first rank of a program.
 
     axes: ranks by name, in the order of Runtime.start. place: the program; by default the only one, on one
     host. exchanged: the seconds of an exchange of numbers through processors of so many hosts; by default 0.
+    ep: ranks among which experts are dealt out, as of Runtime.start.
     """
     clock, ranks = core(), math.prod(axes.values())
     place = place or ProgramPlace({}, ranks)
@@ -103,7 +105,7 @@ def mirrored(
         mesh = DeviceMesh("sim", grid, mesh_dim_names=tuple(axes))
         if axes.get("dp", 1) > 1 and axes.get("cp", 1) > 1:
             merge_context(mesh, DEADLINE_S)
-        with _known_companions(clock, ranks_of), Runtime(mesh, deadline_s=DEADLINE_S) as runtime:
+        with _known_companions(clock, ranks_of), Runtime(mesh, ep=ep, deadline_s=DEADLINE_S) as runtime:
             _place_on_hosts(ranks_of, place.gpus_per_host)
             with (
                 _mirrors_that_agree(programs, own, board, ranks_of),

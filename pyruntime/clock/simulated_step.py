@@ -142,7 +142,8 @@ class Simulated:
 def simulate(config: RunConfig, machine: Machine, gpus: int, *, keeps_spans: bool = False) -> Simulated:
     """Runs STEPS steps of a run, in this process, which can simulate only once, or one of its own for each
     program. After `device_build.build`. keeps_spans: whether the programs of the result have their spans.
-    Raises ConfigError for what the trainer refuses, ValueError for a mesh that has no model."""
+    Raises ConfigError for what the trainer refuses, ValueError for a mesh that has no model or a step that
+    does not fit in memory."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         config = _on_text(config, Path(folder), machine)
@@ -150,7 +151,7 @@ def simulate(config: RunConfig, machine: Machine, gpus: int, *, keeps_spans: boo
         mesh = mesh_of(config, gpus)
         _check(mesh)
         axes = {name: size for name in AXES if (size := getattr(mesh, name)) > 1 or name == "tp"}
-        program = functools.partial(_program, config, machine, axes, keeps_spans)
+        program = functools.partial(_program, config, machine, axes, mesh.ep, keeps_spans)
         found = programs.run(program, mirrors.places(axes), machine.cluster.gpus_per_node)
     flops, step = found[0].flops, max(each.account.step for each in found)
     most = max(each.memory_bytes + each.workspace_bytes for each in found)
@@ -164,8 +165,24 @@ def simulate(config: RunConfig, machine: Machine, gpus: int, *, keeps_spans: boo
     )
 
 
-def _program(
-    config: RunConfig, machine: Machine, axes: dict[str, int], keeps_spans: bool, place: ProgramPlace
+def _program(*arguments: Any) -> Program:
+    try:
+        return _simulated(*arguments)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"The step does not fit in a GPU's memory, beside what a process needs: {error} Shard more "
+            "(parallel.zero, parallel.tp), recompute (train.activation_checkpointing) or take smaller "
+            "micro-batches; `python -m pyruntime plan` finds what fits."
+        ) from None
+
+
+def _simulated(
+    config: RunConfig,
+    machine: Machine,
+    axes: dict[str, int],
+    ep: int | None,
+    keeps_spans: bool,
+    place: ProgramPlace,
 ) -> Program:
     works = set()
 
@@ -175,10 +192,12 @@ def _program(
 
     core = mirrors.begin(seconds, machine.cluster.memory_bytes - machine.cluster.process_bytes)
     with (
-        mirrors.mirrored(axes, place, machine.exchanged) as runtime,
+        mirrors.mirrored(axes, place, machine.exchanged, ep) as runtime,
         contextlib.ExitStack() as of_run,
     ):
         job = prepare(config, "simulated", runtime, StopRequest(), of_run)
+        mixture = job.run.shape.mixture
+        core.set_integers_below(mixture.experts if mixture else 0)  # the routes that the host reads
         with named_places(core, job.model):
             core.keep_spans(True)
             marks, spans, steps = [0.0], list[Span](), job.trainer.fit()
@@ -207,7 +226,7 @@ def _between(spans: Sequence[Span], begin: float, end: float) -> tuple[Span, ...
 
 def _check(mesh: MeshSizes) -> None:
     for name, size in vars(mesh).items():
-        if (size or 1) > 1 and name not in AXES:
+        if (size or 1) > 1 and name not in (*AXES, "ep"):
             raise ValueError(f"{name}={size} has no model in virtual time yet; use {name}=1.")
 
 
@@ -256,7 +275,7 @@ def named_places(core: Any, model: torch.nn.Module) -> Iterator[None]:
 def axes_of_groups(runtime: Runtime) -> dict[str, str]:
     """Returns the axis of each group, by its name; that of all ranks of a mesh with several axes is "all"."""
     found = {group_name(runtime.world): "all"}
-    for name in (*AXES, "replicas"):
+    for name in ("ep", "edp", *AXES, "replicas"):  # ep may be tp, and edp dp, whose names come last
         axis = getattr(runtime, name)
         if axis.mesh is not None:
             for dimension in range(axis.mesh.ndim):

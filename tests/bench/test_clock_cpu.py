@@ -10,9 +10,9 @@ from pyruntime.clock.simulated_step import Program
 from pyruntime.clock.step_account import HOST, WAIT, WORK, of_step
 
 
-def program(*spans) -> Program:
+def program(*spans, works=()) -> Program:
     end = max(span[2] for span in spans)
-    return Program({}, of_step(spans, 0.0, end, {}), 0, 0, 1, 1.0, None, frozenset(), spans)
+    return Program({}, of_step(spans, 0.0, end, {}), 0, 0, 1, 1.0, None, frozenset(works), spans)
 
 
 def test_other_streams_work_while_the_computing_one_waits_or_later():
@@ -27,30 +27,35 @@ def test_other_streams_work_while_the_computing_one_waits_or_later():
     assert on_one_thread(program(*own, *beside)) == 10.0
 
 
-def test_what_launches_take_is_such_that_steps_of_one_rank_take_as_long_as_measured(monkeypatch):
-    of_config = {"dim256": (10, 0.5), "dim1024": (20, 8.0)}  # launches, and seconds of a copy
+def test_steps_of_one_rank_set_what_is_not_in_the_table(monkeypatch):
+    launches = {"tiny": 10, "dim256": 20, "dim1024": 40}
 
     def virtual_step(config, mesh, machine):
-        launches, copy = of_config[config]
-        each = machine.seconds("memory", [1]) + machine.seconds("gemm", [1, 1, 1])
-        assert (mesh, each) == (clock_cpu.ONE_RANK, machine.factor * 2.0 + 3.0)
-        spans = [(0, 0.0, 1.0 + machine.factor * copy, WORK, "", "")]
-        begin = spans[0][2]
-        spans += [(0, begin + i * 1e-9, begin + (i + 1) * 1e-9, WORK, "", "") for i in range(launches - 1)]
-        return (program(*spans),)
+        each = machine.seconds("gemm", [1, 1, 1])  # a launch, half as many on two ranks
+        count = launches[config] // clock_cpu.MESHES[mesh][0]
+        spans = [(0, i * each, (i + 1) * each, WORK, "gemm", "") for i in range(count)]
+        return (program(*spans, works={("gemm", (1, 1, 1))}),)
+
+    def real_steps(config, mesh, folder):
+        ranks = clock_cpu.MESHES[mesh][0]
+        work = {"tiny": 0.01, "dim256": 0.02, "dim1024": 0.005}[config]  # by itself 0.01
+        return launches[config] / ranks * (work + 0.001) * (1.0 if ranks == 1 else 1.25)
 
     monkeypatch.setattr(clock_cpu, "virtual_step", virtual_step)
-    known = {("memory", (1,)): 2.0, ("gemm", (1, 1, 1)): 3.0}
-    factor, launch = clock_cpu.beside_the_table(
-        known, [1.0 + 1.5 * 0.5 + 10 * 0.25, 1.0 + 1.5 * 8.0 + 20 * 0.25]
-    )
-    assert (factor, launch) == (pytest.approx(1.5, rel=1e-6), pytest.approx(0.25, rel=1e-6))
-    with pytest.raises(ValueError, match="other programs have slowed some of the steps of one rank"):
-        clock_cpu.beside_the_table(known, [10.0, 1.5])
+    monkeypatch.setattr(clock_cpu, "real_steps", real_steps)
+    monkeypatch.setattr(clock_cpu, "works_s", lambda works: dict.fromkeys(works, 0.01))
+    found = clock_cpu.compare(1, ["tp 2"])
+    assert [(each["config"], each["mesh"]) for each in found] == [("dim256", "tp 2"), ("dim1024", "tp 2")]
+    assert [each["launch_s"] for each in found] == pytest.approx([0.001, 0.001])
+    assert [each["slower"] for each in found] == pytest.approx([2.0, 0.5])
+    assert [each["ratio"] for each in found] == pytest.approx([0.8, 0.8])
+    monkeypatch.setattr(clock_cpu, "real_steps", lambda config, *_: 1e-3 * (config == "dim256") + 1e-6)
+    with pytest.raises(ValueError, match="other programs have slowed it"):
+        clock_cpu.compare(1, ["tp 2"])
 
 
 def test_bytes_within_a_launch_cost_no_launch():
-    machine = CpuMachine({("memory", (8,)): 2.0}, factor=3.0, launch=0.5)
+    machine = CpuMachine({("memory", (8,)): 2.0}, slower=3.0, launch=0.5)
     assert machine.seconds("memory", [8]) == machine.seconds("copy to host", [8]) == 6.5
     assert machine.seconds("bytes", [8]) == 6.0
     assert machine.seconds("put", [8]) == 0.0

@@ -14,7 +14,7 @@ import torch
 import pyruntime
 from pyruntime.cli import main
 from pyruntime.cli import train as cli
-from pyruntime.cli.arguments import take_count
+from pyruntime.cli.arguments import take_count, take_option
 from pyruntime.cli.simulate import keep
 from pyruntime.clock import device_build, machine_model, mirrors, programs, simulated_step, step_account
 from pyruntime.clock.mirrors import ProgramPlace, mirrored
@@ -432,6 +432,7 @@ RECORDED = json.loads((Path(__file__).parents[2] / "bench/results/planning/clock
 @pytest.mark.parametrize("line", RECORDED, ids=lambda line: line["command"])
 def test_the_planner_expects_what_the_clock_has_found(line):
     gpus, flags = take_count(shlex.split(line["command"]), "gpus")
+    _, flags = take_option(flags, "machine")
     config, _ = cli.read(flags, gpus)
     planned_s = predicted(*planned(check(config, gpus), machine_model.find(line["machine"]).cluster)).total
     assert planned_s == pytest.approx(line["step_s"], rel=0.15)

@@ -60,6 +60,10 @@ class Clock {
   // The place that is written down with spans from now on: a module's name, set by Python.
   void set_place(std::string place);
   std::string place();
+  // What the host reads of a device as integers, place by place: 0, 1, ... below - 1, and again. 0: none may
+  // be read.
+  void set_integers_below(int64_t below) { integers_below_ = below; }
+  int64_t integers_below() const { return integers_below_; }
   // Keeps spans from now on, or none.
   void keep_spans(bool keep);
   std::vector<Span> take_spans();
@@ -81,6 +85,7 @@ class Clock {
   std::map<std::string, std::map<double, double>> links_;  // when they are busy, from begin to end
   std::string place_;
   bool keeps_ = false;
+  int64_t integers_below_ = 0;
   std::vector<Span> spans_;
   std::unordered_map<std::string, int> numbers_;
   std::vector<std::string> texts_;
