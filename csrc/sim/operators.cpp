@@ -357,6 +357,9 @@ void run_later(const c10::OperatorHandle& op, Stack* stack) {
       const std::vector<at::Tensor> made = tensors_of(later[r]);
       for (size_t i = 0; i < into[r].size(); ++i) {
         if (!into[r][i].defined() || !made.at(i).defined()) continue;
+        if (r > 0 && op.schema().name() == "aten::_embedding_bag_forward_only") {
+          continue;  // nobody reads what else it gives, which has other shapes on CPUs
+        }
         TORCH_CHECK(into[r][i].sizes() == made[i].sizes(), "shapes said ", into[r][i].sizes(),
                     ", the kernel gave ", made[i].sizes());
         into[r][i].copy_(made[i]);

@@ -35,6 +35,8 @@ class ExpertRows {
   int64_t size() const { return begins_.back(); }
   // The end of each expert's places, for the experts of this rank.
   std::vector<int64_t> ends() const { return {begins_.begin() + 1, begins_.end()}; }
+  // The places of all experts.
+  Run all() const { return {0, size()}; }
   // All rows of an expert of this rank, counted from 0; those of a chunk; all its places.
   Run of(int64_t expert) const { return {begins_[expert], counts_[expert]}; }
   Run of(int64_t expert, const Chunk& chunk) const;
@@ -43,8 +45,11 @@ class ExpertRows {
   int64_t padded(int64_t rows) const;
   // Writes zeros to the places of `values` [size(), *] without a row.
   void clear_padding(const at::Tensor& values) const;
-  // Writes to out [chunk.rows, D] the sum of each row's `values` [size(), D], in the order of its experts.
+  // Writes to out [chunk.rows, D] the sum of each row's `values` [size(), D], in the order of its experts. On
+  // a CPU.
   void sum(const at::Tensor& values, const Chunk& chunk, const at::Tensor& out) const;
+  // The same of all rows, in one launch. On a device.
+  at::Tensor sums(const at::Tensor& values) const;
 
   // [size()]: each row's number over all ranks; its weight; its place in the table's weights, row * k + slot.
   // Without a row: 0.
@@ -57,10 +62,10 @@ class ExpertRows {
   std::vector<int64_t> begins_;    // of each expert's places, and the end
   std::vector<int64_t> counts_;    // of its rows
   std::vector<int64_t> in_order_;  // rows_, on the host
+  at::Tensor rows_, weights_, places_;
   // The places in that order that hold row r of all ranks are of_row_[row_begins_[r]] up to row_begins_[r +
   // 1].
-  std::vector<int64_t> row_begins_, of_row_;
-  at::Tensor rows_, weights_, places_;
+  at::Tensor row_begins_, of_row_;
 };
 
 }  // namespace pyruntime

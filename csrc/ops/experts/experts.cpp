@@ -117,6 +117,24 @@ at::Tensor gathered(Group& group, const at::Tensor& own, int64_t rows) {
   return GatherMatmul(whole, Op::kAllGather, Operand::of(own, 0, "ids"), RowsAre::kKept).rows().select(0, 0);
 }
 
+// Rows that are computed together: on a CPU an expert's rows in `range`, or all its places if these are all
+// its rows; on a device all places of all experts.
+struct Share {
+  int64_t first, experts;
+  ExpertRows::Run run;
+  Chunk range;
+};
+
+// Calls `use` with each expert of `share` that has places, and these, counted from the share's first.
+void for_each_expert(const ExpertRows& routed, const Share& share,
+                     const std::function<void(int64_t expert, const ExpertRows::Run& own)>& use) {
+  if (share.experts == 1) return use(share.first, {0, share.run.count});
+  for (int64_t expert = share.first; expert < share.first + share.experts; ++expert) {
+    const ExpertRows::Run run = routed.places_of(expert);
+    if (!run.is_empty()) use(expert, {run.begin - share.run.begin, run.count});
+  }
+}
+
 // rows @ matrix^T [+ bias] if `transposed`, else rows @ matrix, for the matrices of this rank's experts. Each
 // is arranged when its first rows come, and dropped after its last.
 class ExpertGemms {
@@ -128,6 +146,13 @@ class ExpertGemms {
     done_.resize(routed.experts());
   }
 
+  void write(const Share& share, const at::Tensor& out, const at::Tensor& rows) {
+    for_each_expert(routed_, share, [&](int64_t expert, const ExpertRows::Run& own) {
+      write(expert, own.of(out), own.of(rows));
+    });
+  }
+
+ private:
   // rows: those of some chunks, or all places of the expert.
   void write(int64_t expert, const at::Tensor& out, const at::Tensor& rows) {
     const int64_t all = routed_.of(expert).count, count = rows.size(0), padded = routed_.padded(count);
@@ -148,7 +173,6 @@ class ExpertGemms {
     if ((done_[expert] += count) >= all) gemms_[expert].reset();
   }
 
- private:
   at::Tensor matrices_, biases_;
   bool transposed_;
   const ExpertRows& routed_;
@@ -161,10 +185,11 @@ class ExpertGemms {
 constexpr int64_t kRowsOfOurs = 16, kRowsOfLibrary = 64;
 
 // How many rows of all ranks are computed at once. On one host there is nothing to hide on a CPU, as rows are
-// read where they are: all of them.
+// read where they are: all of them. On a device all too, because a launch for each expert and chunk would
+// take longer than all products.
 int64_t rows_at_once(const Route& route, const ExpertRows& routed, const at::Tensor& matrices) {
-  if (!matrices.is_cpu()) return 0;
-  if (!route.group.crosses_hosts(matrices.device()) || routed.size() == 0) return route.rows;
+  if (!matrices.is_cpu() || !route.group.crosses_hosts(matrices.device()) || routed.size() == 0)
+    return route.rows;
   const bool ours = cpu::PackedMatrix::can_hold(matrices.select(0, 0));
   return (ours ? kRowsOfOurs : kRowsOfLibrary) * routed.experts() * route.rows / routed.size();
 }
@@ -173,10 +198,8 @@ int64_t rows_at_once(const Route& route, const ExpertRows& routed, const at::Ten
 // several chunks at once where one has too few rows.
 class SumsOfExperts {
  public:
-  // Writes to out [run.count, D] what an expert makes of the rows of `run`: its rows in `range`, or all its
-  // places if these are all its rows.
-  using Compute = std::function<void(int64_t expert, const ExpertRows::Run& run, const Chunk& range,
-                                     const at::Tensor& out)>;
+  // Writes to out [share.run.count, D] what experts make of their rows.
+  using Compute = std::function<void(const Share& share, const at::Tensor& out)>;
 
   SumsOfExperts(const Route& route, const Operand& x, const ExpertRows& routed, int64_t at_once,
                 Compute compute)
@@ -213,10 +236,18 @@ class SumsOfExperts {
     }
     if (at_once_ >= form_.rows) begin = 0, end = form_.rows;
     make(begin, end);
-    routed_.sum(made_, chunk, out.select(0, 0));
+    if (made_.is_cpu()) return routed_.sum(made_, chunk, out.select(0, 0));
+    if (!sums_.defined()) sums_ = routed_.sums(made_);
+    out.select(0, 0).copy_(sums_.narrow(0, chunk.begin, chunk.rows));
   }
 
   void make(int64_t begin, int64_t end) {
+    if (!made_.is_cpu()) {
+      if (!sums_.defined() && routed_.size() > 0) {
+        compute_({0, routed_.experts(), routed_.all(), {own_.owner, 0, form_.rows}}, made_);
+      }
+      return;
+    }
     const auto last = is_made_.begin() + end;
     for (auto from = is_made_.begin() + begin; from != last;) {
       from = std::find(from, last, false);
@@ -225,7 +256,7 @@ class SumsOfExperts {
       for (int64_t expert = 0; range.rows > 0 && expert < routed_.experts(); ++expert) {
         ExpertRows::Run run = routed_.of(expert, range);
         if (run.count == routed_.of(expert).count) run = routed_.places_of(expert);
-        if (!run.is_empty()) compute_(expert, run, range, run.of(made_));
+        if (!run.is_empty()) compute_({expert, 1, run, range}, run.of(made_));
       }
       std::fill(from, to, true);
       from = to;
@@ -239,21 +270,29 @@ class SumsOfExperts {
   Compute compute_;
   std::vector<Chunk> order_;
   at::Tensor made_;            // [routed rows, D], in their order
-  std::vector<bool> is_made_;  // of all rows
+  at::Tensor sums_;            // on a device: of all rows
+  std::vector<bool> is_made_;  // of all rows, on a CPU
 };
 
 // Rows of all ranks: gathered if they are cut, else this rank's.
 class AllRows {
  public:
   AllRows(const Route& route, const Operand& rows, bool cut) : rows_(rows) {
-    if (cut) gather_.emplace(route, Op::kAllGatherMatmul, rows, RowsAre::kPassing);
+    const RowsAre read = rows.data.is_cpu() ? RowsAre::kPassing : RowsAre::kLent;
+    if (cut) gather_.emplace(route, Op::kAllGatherMatmul, rows, read);
   }
 
-  // Copies an expert's rows in `range` to `out`.
-  void copy(const ExpertRows& routed, int64_t expert, const Chunk& range, const at::Tensor& out) {
-    const int64_t first = routed.of(expert, range).begin;
+  // Copies the rows of `share` to `out`.
+  void copy(const ExpertRows& routed, const Share& share, const at::Tensor& out) {
+    const Chunk& range = share.range;
+    if (!out.is_cpu()) {
+      const at::Tensor all = gather_ ? gather_->rows() : rows_.rows_of(range);
+      at::index_select_out(const_cast<at::Tensor&>(out), all.select(0, 0), 0, routed.rows());
+      return;
+    }
+    const int64_t first = routed.of(share.first, range).begin;
     const auto take = [&](const Chunk& part, const at::Tensor& rows) {
-      const ExpertRows::Run run = routed.of(expert, part);
+      const ExpertRows::Run run = routed.of(share.first, part);
       if (run.is_empty()) return;
       at::Tensor to = out.narrow(0, run.begin - first, run.count);
       at::index_select_out(to, rows.select(0, 0), 0, run.of(routed.rows()) - part.begin);
@@ -318,14 +357,17 @@ Tensors experts(const at::Tensor& x_shard, const at::Tensor& ids, const at::Tens
   const at::Tensor of_outputs = scales_input ? at::ones_like(routed.weights()) : routed.weights();
   ExpertGemms up(gate_up, !transposed, routed, of.gate_up_bias), back(down, !transposed, routed);
   SumsOfExperts sums(
-      route, x, routed, rows_at_once(route, routed, gate_up),
-      [&](int64_t expert, const ExpertRows::Run& run, const Chunk& range, const at::Tensor& out) {
+      route, x, routed, rows_at_once(route, routed, gate_up), [&](const Share& share, const at::Tensor& out) {
+        const ExpertRows::Run& run = share.run;
         const at::Tensor rows = keep ? run.of(kept) : at::empty({run.count, x.width}, x_shard.options());
-        rows_of_x.copy(routed, expert, range, rows);
-        up.write(expert, run.of(hidden), scales_input ? weighted(rows, run.of(routed.weights())) : rows);
+        rows_of_x.copy(routed, share, rows);
+        up.write(share, run.of(hidden), scales_input ? weighted(rows, run.of(routed.weights())) : rows);
         const at::Tensor p = run.of(of_outputs);
-        back.write(expert, out, layers::weighted_gating(run.of(hidden), p, gating));
-        if (of.has_bias()) out.add_(p.unsqueeze(1) * of.down_bias.select(0, expert));
+        back.write(share, out, layers::weighted_gating(run.of(hidden), p, gating));
+        if (!of.has_bias()) return;
+        for_each_expert(routed, share, [&](int64_t expert, const ExpertRows::Run& own) {
+          own.of(out).add_(own.of(p).unsqueeze(1) * of.down_bias.select(0, expert));
+        });
       });
   MatmulScatter scatter(route, sums.parts(), /*all=*/!cut);
   rows_of_x.finish();
@@ -361,24 +403,27 @@ Tensors experts_backward(const at::Tensor& grad, const at::Tensor& x_shard, cons
   const at::Tensor of_outputs = scales_input ? at::ones_like(routed.weights()) : routed.weights();
   ExpertGemms through_down(down, transposed, routed), through_up(gate_up, transposed, routed);
   SumsOfExperts sums(
-      route, x, routed, rows_at_once(route, routed, gate_up),
-      [&](int64_t expert, const ExpertRows::Run& run, const Chunk& range, const at::Tensor& out) {
-        rows_of_dy.copy(routed, expert, range, run.of(dy_rows));
-        if (rows_of_x) rows_of_x->copy(routed, expert, range, run.of(x_rows));
+      route, x, routed, rows_at_once(route, routed, gate_up), [&](const Share& share, const at::Tensor& out) {
+        const ExpertRows::Run& run = share.run;
+        rows_of_dy.copy(routed, share, run.of(dy_rows));
+        if (rows_of_x) rows_of_x->copy(routed, share, run.of(x_rows));
         const at::Tensor dproduct = at::empty({run.count, features}, x_shard.options());
-        through_down.write(expert, dproduct, run.of(dy_rows));
+        through_down.write(share, dproduct, run.of(dy_rows));
         const at::Tensor dots = at::empty({run.count}, table.options());
         layers::weighted_gating_backward(dproduct, run.of(hidden), run.of(of_outputs), gating,
                                          run.of(dhidden), run.of(products), dots);
-        through_up.write(expert, out, run.of(dhidden));
+        through_up.write(share, out, run.of(dhidden));
         if (scales_input) {
           dots.copy_((run.of(x_rows).to(dots.scalar_type()) * out).sum(-1));
           out.copy_(weighted(out, run.of(routed.weights())));
         } else if (down_bias) {
-          const at::Tensor bias = down_bias->select(0, expert).to(dots.scalar_type());
-          dots.add_(at::mv(run.of(dy_rows).to(dots.scalar_type()), bias));
+          for_each_expert(routed, share, [&](int64_t expert, const ExpertRows::Run& own) {
+            const at::Tensor bias = down_bias->select(0, expert).to(dots.scalar_type());
+            own.of(dots).add_(at::mv(own.of(run.of(dy_rows)).to(dots.scalar_type()), bias));
+          });
         }
-        const ExpertRows::Run rows = routed.of(expert, range);
+        // On a device there is no padding.
+        const ExpertRows::Run rows = share.experts == 1 ? routed.of(share.first, share.range) : run;
         dp.index_copy_(0, rows.of(routed.places()), dots.narrow(0, 0, rows.count));
       });
   MatmulScatter scatter(route, sums.parts(), /*all=*/!cut);
