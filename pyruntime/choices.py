@@ -144,6 +144,13 @@ Rounding = Annotated[
 ]
 """How updated weights are rounded to bf16: pyruntime/data_parallel/update.py."""
 
+Offloading = Annotated[
+    Literal["none", "states"],
+    "nothing",
+    "moments and master weights: those of CPU ranks to a file, those of devices to host memory",
+]
+"""What leaves the memory of the weights' device: pyruntime/data_parallel/offload.py."""
+
 RateSchedule = Annotated[
     Literal["cosine", "linear", "wsd"],
     "along half a cosine",

@@ -59,7 +59,7 @@ def report(config: RunConfig, ranks: int) -> tuple[str, str]:
 def _levers(run: ResolvedRun) -> Iterator[dict[str, dict[str, Any]]]:
     """Yields changes that reduce a run's memory: each alone, cheapest in time first, then added up."""
     train, parallel = run.config.train, run.config.parallel
-    changes: dict[str, dict[str, Any]] = {"train": {}, "parallel": {}}
+    changes: dict[str, dict[str, Any]] = {"train": {}, "parallel": {}, "optimizer": {}}
     steps: list[tuple[str, str, Any]] = []
     if parallel.dp * parallel.cp > 1:
         wanted = 3 if parallel.pp == 1 else 2
@@ -72,6 +72,9 @@ def _levers(run: ResolvedRun) -> Iterator[dict[str, dict[str, Any]]]:
     for size in (8, 4, 2, 1):
         if size < train.micro_batch_size:
             steps.append(("train", "micro_batch_size", size))
+    optimizer = run.config.optimizer
+    if optimizer.offload == "none" and optimizer.name == "adamw" and run.meets_every_step:
+        steps.append(("optimizer", "offload", "states"))
     if run.micro_batches > 1 and parallel.pp == 1:  # with one micro-batch no gradient sums are stored
         steps.append(("train", "batch_size", train.batch_size // run.micro_batches))
     for section, key, value in steps:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from pyruntime.choices import OptimizerName, Overlap, Rounding
+from pyruntime.choices import Offloading, OptimizerName, Overlap, Rounding
 from pyruntime.cli.arguments import check_at_least, parse, writing
 from pyruntime.cli.plan_facts import Asked, find_model, toml
 from pyruntime.plan import findings
@@ -55,6 +55,8 @@ class PlanOptions:
     """Rounding of bf16 weights; stochastic saves 4 bytes a parameter."""
     optimizer: OptimizerName = "adamw"
     """Optimizer of the layers' matrices; muon stores one moment and spends operations to orthogonalize it."""
+    offload: Offloading = "none"
+    """Optimizer states outside the memory of the GPUs; their copies are not in the seconds of a step."""
     top: int = 10
     """Meshes to show."""
     variants: bool = False
@@ -141,7 +143,20 @@ def job_of(options: PlanOptions) -> Job:
         raise ValueError(
             f"--rounding {rounding} works only with --optimizer adamw, found muon; leave --rounding out."
         )
-    return Job(model, cluster, options.gpus, batch, options.seq, rounding=rounding, optimizer=optimizer)
+    if optimizer == "muon" and options.offload != "none":
+        raise ValueError(
+            f"--offload {options.offload} works only with --optimizer adamw, found muon; leave --offload out."
+        )
+    return Job(
+        model,
+        cluster,
+        options.gpus,
+        batch,
+        options.seq,
+        rounding=rounding,
+        optimizer=optimizer,
+        offload=options.offload,
+    )
 
 
 def parse_tokens(text: str) -> int:

@@ -80,10 +80,10 @@ def settings(job: Job, mesh: Mesh) -> dict[str, dict[str, Any]]:
         sections["comm"] = {"rings": list(job.cluster.rings)}
     if mesh.tau:
         sections["data_parallel"] = {"method": "co2", "tau": mesh.tau}
-    if job.rounding != "nearest":
-        sections["optimizer"] = {"rounding": job.rounding}
-    if job.optimizer != "adamw":
-        sections["optimizer"] = {"name": job.optimizer}
+    asked = {"rounding": job.rounding, "name": job.optimizer, "offload": job.offload}
+    usual = {"rounding": "nearest", "name": "adamw", "offload": "none"}
+    if asked != usual:
+        sections["optimizer"] = {key: value for key, value in asked.items() if value != usual[key]}
     if mesh.pp > 1:
         sections["pipeline"] = {"kind": mesh.kind, "slices": mesh.slices}
         if mesh.kind == "interleaved":

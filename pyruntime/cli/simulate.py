@@ -30,6 +30,10 @@ def main(argv: list[str]) -> None:
     require(gpus is not None or bool(asks_for_help), "simulate needs the number of GPUs, --gpus N.")
     config, name = train.read(of_run, gpus, "simulate", DESCRIPTION, others=OWN)
     assert gpus is not None  # --help has ended the process
+    require(
+        config.optimizer.offload == "none",
+        "simulate has no seconds for optimizer states that lie elsewhere; leave out optimizer.offload.",
+    )
     for option, path in (("json", kept), ("trace", trace)):
         require(
             not path or Path(path).absolute().parent.is_dir(),

@@ -13,7 +13,7 @@ The way of a gradient, file by file::
     axes.py                      FlightAxis: at most three such flights under way; completes the oldest
     shard.py                     Sharded._hand_to_optimizer: this rank's rows of the sum
     optimizer.py                 ShardedOptimizer.take: now, ahead of the norm, or in step()
-    update.py                    Update: AdamW's states of these rows (Muon: muon.py)
+    update.py                    Update: AdamW's states of these rows (Muon: muon.py; in a file: offload.py)
     ops/layers.py                adamw_, adamw_ahead_
     csrc/cpu/layers/adamw.cpp    their kernel (on GPUs csrc/ops/device/device_adamw.cpp)
     weight_gathers.py            sends the new rows to the ranks that read them
@@ -24,6 +24,7 @@ With one rank, local.py takes the reducer's place and nothing is sent.
 from pyruntime.data_parallel.adamw import ShardedAdamW
 from pyruntime.data_parallel.compression import Compression
 from pyruntime.data_parallel.muon import Muon
+from pyruntime.data_parallel.offload import Offload, OffloadError
 from pyruntime.data_parallel.optimizer import NonFiniteGradient, ShardedOptimizer, StepReport
 from pyruntime.data_parallel.shard import Sharded, shard
 
@@ -31,6 +32,8 @@ __all__ = [
     "Compression",
     "Muon",
     "NonFiniteGradient",
+    "Offload",
+    "OffloadError",
     "Sharded",
     "ShardedAdamW",
     "ShardedOptimizer",

@@ -12,8 +12,9 @@ from pyruntime.choices import Rounding, check_value, values
 from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import BucketPart
 from pyruntime.data_parallel.muon import Matrix, Muon, Stack
+from pyruntime.data_parallel.offload import Offload, offloaded
 from pyruntime.data_parallel.optimizer import ShardedOptimizer, Shards, Shared
-from pyruntime.data_parallel.update import Decay, PartState, Update
+from pyruntime.data_parallel.update import Decay, PartState, Resident, Update
 
 
 class ShardedAdamW(ShardedOptimizer):
@@ -37,9 +38,10 @@ class ShardedAdamW(ShardedOptimizer):
             at every stage and number of data-parallel ranks.
         muon: the matrices that Muon updates in place of AdamW, with the same lr, weight_decay and max_norm;
             the norm is then always computed.
+        offload: keeps moments and masters outside the memory of the rows' device; not with muon. None: there.
 
     Raises ValueError for what ShardedOptimizer refuses, another `rounding`, names in weight_decay that no
-    parameter has, and matrices that Muon cannot update.
+    parameter has, and matrices that Muon cannot update; OffloadError if there is no room for `offload`.
     """
 
     def __init__(
@@ -52,10 +54,13 @@ class ShardedAdamW(ShardedOptimizer):
         weight_decay: Decay = 0.1,
         rounding: Rounding = "nearest",
         muon: Muon | None = None,
+        offload: Offload | None = None,
         shared: Shared | None = None,
         **options: Any,
     ):
         check_value("rounding", rounding, values(Rounding))
+        if muon is not None and offload is not None:
+            raise ValueError("Muon reads whole momenta, which stay resident; leave out offload, or muon.")
         for each in shards.weights if rounding == "stochastic" else ():
             if each.bucket.dtype not in (torch.bfloat16, torch.float32):
                 raise ValueError(
@@ -63,10 +68,11 @@ class ShardedAdamW(ShardedOptimizer):
                     'weights; use rounding="nearest".'
                 )
         decay = _named_decay(weight_decay, shards.weights) if isinstance(weight_decay, dict) else weight_decay
+        home = Resident() if offload is None else offloaded(offload, shards.weights[0].bucket.device)
         super().__init__(
             shards,
-            Update(betas, eps, rounding, 1.0 / shards.axes.size),
-            _states(shards, decay, rounding, muon, shared or {}),
+            Update(betas, eps, rounding, 1.0 / shards.axes.size, home),
+            _states(shards, decay, rounding, muon, shared or {}, home),
             group={"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
             momentum=0.0 if muon is None else muon.momentum,
             shared=shared,
@@ -75,7 +81,7 @@ class ShardedAdamW(ShardedOptimizer):
 
 
 def _states(
-    shards: Shards, decay: Decay, rounding: Rounding, muon: Muon | None, shared: Shared
+    shards: Shards, decay: Decay, rounding: Rounding, muon: Muon | None, shared: Shared, home: Resident
 ) -> dict[int, list[PartState]]:
     """Returns the states of every bucket's parts, by id of the bucket."""
     weights = shards.weights
@@ -90,14 +96,16 @@ def _states(
     for each in weights:
         made[id(each.bucket)] = states = []
         for part, rows in zip(each.bucket.parts, each.rows, strict=True):
-            parameter, options = each.bucket.parameters[part.owner], {}
-            if id(parameter) in matrices:
+            parameter = each.bucket.parameters[part.owner]
+            is_muons = id(parameter) in matrices
+            if is_muons:
                 _check_matrix(parameter, part, rounding, shared, 3 if id(parameter) in stacks else 2)
-                options["moments"] = ("momentum",)
-            state = PartState(each.bucket, part, rows, decay, rounding == "nearest", **options)
+            moments = ("momentum",) if is_muons else ("exp_avg", "exp_avg_sq")
+            state = PartState(each.bucket, part, rows, decay, rounding == "nearest", moments, home)
+            home.add(state)
             if id(parameter) in stacks:
                 state.matrix = Stack.of(state, stacks[id(parameter)])
-            elif options:
+            elif is_muons:
                 state.matrix = Matrix.of(state, state.axes.shard.size)
             states.append(state)
     return made

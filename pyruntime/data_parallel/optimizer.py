@@ -30,7 +30,7 @@ from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.data_parallel.muon import MuonUpdate
 from pyruntime.data_parallel.one_group import OneGroup
 from pyruntime.data_parallel.states import as_dtensor
-from pyruntime.data_parallel.update import Own, PartState, Update
+from pyruntime.data_parallel.update import Own, PartState, Resident, Update
 from pyruntime.data_parallel.weight_gathers import Gatherers
 from pyruntime.data_parallel.written import Handed, load_into
 from pyruntime.ops.layers import sum_of_squares
@@ -175,6 +175,11 @@ class ShardedOptimizer(OneGroup):
     def _has_shared(self, bucket: Bucket) -> bool:
         """Whether gradients of other parts of the model are still to be added to the bucket's."""
         return any(parameter in self._shared for parameter in bucket.parameters)
+
+    @property
+    def home(self) -> Resident:
+        """Where the states lie."""
+        return self._update.home
 
     @property
     def at_once(self) -> bool:
@@ -406,7 +411,7 @@ class ShardedOptimizer(OneGroup):
         return self.handed.out(self._tensors())
 
     def _tensors(self) -> dict[str, Tensor]:
-        self._update.catch_up(self._all_states())
+        self._update.settle(self._all_states())
         self._update.make_states()
         result: dict[str, Tensor] = {}
         for state in self._all_states():
@@ -432,14 +437,14 @@ class ShardedOptimizer(OneGroup):
         """Sets every parameter's step count to that of what was loaded into `state_dict()`."""
         self.handed.forget()
         self.take_back()
-        self._update.catch_up(self._all_states())
+        self._update.settle(self._all_states())
         for one in self._all_states():
             one.steps = steps
 
     def current(self) -> list[PartState]:
         """Returns this rank's rows of all parameters, with masters and moments of all steps so far. Writes
         into rows, and first into the masters of those that have one, reach the model by `written()`."""
-        self._update.catch_up(self._all_states())
+        self._update.settle(self._all_states())
         return list(self._all_states())
 
     @torch.no_grad()
@@ -457,8 +462,9 @@ class ShardedOptimizer(OneGroup):
         stay."""
         for state in self.current():
             if state.has_master:
-                is_same = state.master.to(state.rows.dtype) == state.rows
-                state.master.copy_(torch.where(is_same, state.master, state.rows.to(state.master.dtype)))
+                rows = state.rows.to(state.master.device)
+                is_same = state.master.to(rows.dtype) == rows
+                state.master.copy_(torch.where(is_same, state.master, rows.to(state.master.dtype)))
 
     def counts(self, state: PartState) -> bool:
         """Whether this rank counts these rows in a norm over all ranks of the model."""

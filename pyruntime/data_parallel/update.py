@@ -7,11 +7,15 @@
     forget      makes it not count: nothing has changed
 
 A state that follows later keeps the gradient of its last step: as many bytes as this rank's rows take.
+
+Where states lie, `Resident` says, or `Offloaded` (offload.py), which hands them out a run of elements at a
+time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -29,8 +33,32 @@ if TYPE_CHECKING:
 Decay: TypeAlias = float | dict[str, float]
 
 
+class Resident:
+    """Optimizer states in the memory of the rows' device."""
+
+    is_in_file = False
+
+    def zeros(self, rows: Tensor) -> Tensor:
+        """Returns memory for one state of these rows, zeros of their shape."""
+        return torch.zeros_like(rows, dtype=statistics_dtype(rows))
+
+    def add(self, state: PartState) -> None:
+        """Is told of each state whose memory it has made."""
+
+    def runs(self, gradients: Own, writes: bool = True) -> Iterator[list[Run]]:
+        """Yields what kernels update at once, of all these parts. writes: whether they change the states."""
+        yield [Run.of(state, rows) for state, rows in gradients]
+
+    def settle(self) -> None:
+        """Returns when other code may read and write the states."""
+
+    def release(self) -> None:
+        """Gives back memory that the states take because other code has read or written them."""
+
+
 class PartState:
-    """One part's rows on this rank, and what they are updated with. moments: names of its running means."""
+    """One part's rows on this rank, and what they are updated with. moments: names of its running means.
+    home: has the memory of its states."""
 
     def __init__(
         self,
@@ -40,10 +68,12 @@ class PartState:
         decay: Decay,
         with_master: bool,
         moments: Sequence[str] = ("exp_avg", "exp_avg_sq"),
+        home: Resident | None = None,
     ):
         self.parameter, self.part, self.rows = bucket.parameters[part.owner], part, rows
         self.axes = bucket.axes
-        self.moments = {name: torch.zeros_like(rows, dtype=statistics_dtype(rows)) for name in moments}
+        home = Resident() if home is None else home
+        self.moments = {name: home.zeros(rows) for name in moments}
         self.numbers: dict[str, Tensor] = {}
         """Values that a torch optimizer keeps beside moments, the same on every rank."""
         self.matrix: Matrix | Stack | None = None
@@ -51,7 +81,9 @@ class PartState:
         self.first = self.axes.shard.rank * part.lines * bucket.width
         """Index of the rows' first element in the whole part."""
         self.has_master = with_master and rows.dtype != statistics_dtype(rows)
-        self.master = rows.float() if self.has_master else rows.new_empty(0, dtype=torch.float32)
+        self.master = rows.new_empty(0, dtype=torch.float32)
+        if self.has_master:
+            self.master = home.zeros(rows).copy_(rows)
         if isinstance(decay, dict):
             self.decay = decay.get(part.key, 0.0)
         else:
@@ -72,13 +104,51 @@ Own: TypeAlias = list[tuple[PartState, Tensor]]
 """Parts of a bucket, and this rank's rows of their gradients, summed over all ranks."""
 
 
+@dataclass(frozen=True)
+class Run:
+    """A part's rows, or a run of their elements, with gradient and states, as the kernels take them."""
+
+    state: PartState
+    rows: Tensor
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    master: Tensor
+    """Empty without one."""
+    ahead: Tensor | None
+    earlier: Tensor | None
+    """The gradient that is behind."""
+    first: int
+    """Index of the first element in the whole part."""
+
+    @classmethod
+    def of(cls, state: PartState, gradient: Tensor) -> Run:
+        moments = state.moments
+        earlier = None if state.behind is None else state.behind[0]
+        return cls(
+            state, state.rows, gradient, moments["exp_avg"], moments["exp_avg_sq"], state.master, state.ahead,
+            earlier, state.first,
+        )  # fmt: skip
+
+
 class Update:
-    """AdamW's arithmetic. mean: the factor from a gradient's sum to its mean; steps ahead take no other."""
+    """AdamW's arithmetic. mean: the factor from a gradient's sum to its mean; steps ahead take no other.
+    home: where the states lie."""
 
     goes_ahead = True
+    home = Resident()
 
-    def __init__(self, betas: tuple[float, float], eps: float, rounding: Rounding, mean: float):
+    def __init__(
+        self,
+        betas: tuple[float, float],
+        eps: float,
+        rounding: Rounding,
+        mean: float,
+        home: Resident | None = None,
+    ):
         self._betas, self._eps, self._rounding, self._mean = betas, eps, rounding, mean
+        if home is not None:
+            self.home = home
 
     @torch.no_grad()
     def update(self, gradients: Own, lr: float, scale: float | Tensor) -> None:
@@ -87,19 +157,19 @@ class Update:
         for state, _ in gradients:
             state.steps += 1
         for steps, group in _alike(gradients):
-            states = [state for state, _ in group]
-            with marked("dp update"):
-                adamw_(
-                    [state.rows for state in states],
-                    [rows for _, rows in group],
-                    *_moments(states),
-                    [state.master for state in states],
-                    weight_decay=[state.decay for state in states],
-                    step=steps,
-                    grad_scale=scale,
-                    rounding=self._rounding_of(states, steps),
-                    **self._options(lr),
-                )
+            for runs in self.home.runs(group):
+                with marked("dp update"):
+                    adamw_(
+                        [run.rows for run in runs],
+                        [run.gradient for run in runs],
+                        *_moments(runs),
+                        [run.master for run in runs],
+                        weight_decay=[run.state.decay for run in runs],
+                        step=steps,
+                        grad_scale=scale,
+                        rounding=self._rounding_of(runs, steps),
+                        **self._options(lr),
+                    )
 
     @torch.no_grad()
     def ahead(self, gradients: Own, lr: float) -> None:
@@ -112,21 +182,23 @@ class Update:
             if len(earlier) > 1 or any(state.behind is None for state in states):
                 self.catch_up(states)  # one pass catches up one step only
                 earlier = set()
-            with marked("dp update"):
-                adamw_ahead_(
-                    [state.ahead for state in states if state.ahead is not None],
-                    [state.rows for state in states],
-                    [rows for _, rows in group],
-                    *_moments(states),
-                    [state.master for state in states],
-                    [state.behind[0] for state in states if state.behind is not None],
-                    weight_decay=[state.decay for state in states],
-                    step=steps + 1,
-                    grad_scale=self._mean,
-                    earlier_lr=earlier.pop() if earlier else 0.0,
-                    rounding=self._rounding_of(states, steps + 1),
-                    **self._options(lr),
-                )
+            earlier_lr = earlier.pop() if earlier else 0.0
+            for runs in self.home.runs(group, writes=states[0].behind is not None):
+                with marked("dp update"):
+                    adamw_ahead_(
+                        [run.ahead for run in runs if run.ahead is not None],
+                        [run.rows for run in runs],
+                        [run.gradient for run in runs],
+                        *_moments(runs),
+                        [run.master for run in runs],
+                        [run.earlier for run in runs if run.earlier is not None],
+                        weight_decay=[run.state.decay for run in runs],
+                        step=steps + 1,
+                        grad_scale=self._mean,
+                        earlier_lr=earlier_lr,
+                        rounding=self._rounding_of(runs, steps + 1),
+                        **self._options(lr),
+                    )
             for state in states:
                 state.behind = None
 
@@ -158,16 +230,22 @@ class Update:
                 state.behind = None
         for lr, gradients in late.items():
             for steps, group in _alike(gradients):
-                with marked("dp update"):  # a master is updated as any fp32 parameter
-                    adamw_(
-                        [state.master for state, _ in group],
-                        [rows for _, rows in group],
-                        *_moments([state for state, _ in group]),
-                        weight_decay=[state.decay for state, _ in group],
-                        step=steps,
-                        grad_scale=self._mean,
-                        **self._options(lr),
-                    )
+                for runs in self.home.runs(group):
+                    with marked("dp update"):  # a master is updated as any fp32 parameter
+                        adamw_(
+                            [run.master for run in runs],
+                            [run.gradient for run in runs],
+                            *_moments(runs),
+                            weight_decay=[run.state.decay for run in runs],
+                            step=steps,
+                            grad_scale=self._mean,
+                            **self._options(lr),
+                        )
+
+    def settle(self, states: Iterable[PartState]) -> None:
+        """Brings moments and masters up to all steps that count, for other code to read and write."""
+        self.catch_up(states)
+        self.home.settle()
 
     def make_states(self) -> None:
         """Does nothing: they exist from the beginning."""
@@ -178,10 +256,10 @@ class Update:
     def _options(self, lr: float) -> dict[str, float]:
         return {"lr": lr, "beta1": self._betas[0], "beta2": self._betas[1], "eps": self._eps}
 
-    def _rounding_of(self, states: Sequence[PartState], steps: int) -> list[tuple[int, int]]:
+    def _rounding_of(self, runs: Sequence[Run], steps: int) -> list[tuple[int, int]]:
         if self._rounding == "nearest":
             return []
-        return [random_rounding(state.part.key, steps, state.first) for state in states]
+        return [random_rounding(run.state.part.key, steps, run.first) for run in runs]
 
 
 class AfterTheNorm(Update):
@@ -192,13 +270,15 @@ class AfterTheNorm(Update):
     def catch_up(self, states: Iterable[PartState]) -> None:
         """Does nothing: nothing is behind."""
 
+    def settle(self, states: Iterable[PartState]) -> None:
+        """Does nothing: states lie in memory."""
+
     def forget(self, states: Iterable[PartState]) -> None:
         """Does nothing: nothing was taken ahead."""
 
 
-def _moments(states: Sequence[PartState]) -> tuple[list[Tensor], list[Tensor]]:
-    exp_avg, exp_avg_sq = ([state.moments[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-    return exp_avg, exp_avg_sq
+def _moments(runs: Sequence[Run]) -> tuple[list[Tensor], list[Tensor]]:
+    return [run.exp_avg for run in runs], [run.exp_avg_sq for run in runs]
 
 
 def _alike(gradients: Own) -> Iterable[tuple[int, Own]]:

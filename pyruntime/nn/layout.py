@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map_only
 
@@ -29,15 +30,13 @@ _SAME_ROWS = {
 def dtensor(
     shard: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
-    """Makes a DTensor of `shape` over the storage of this rank's `shard`; no communication."""
-    return DTensor.from_local(
-        shard,
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+    """Makes a DTensor of `shape` over the storage of this rank's `shard`; no communication. The shard may lie
+    on the host, whatever the mesh's devices."""
+    size, stride = torch.Size(shape), torch.empty(shape, device="meta").stride()
+    if shard.device.type not in (mesh.device_type, "meta"):  # from_local would copy it to the mesh's device
+        meta = TensorMeta(size, stride, shard.dtype)
+        return DTensor(shard, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 class PackedDTensor(DTensor):

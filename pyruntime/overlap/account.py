@@ -43,7 +43,7 @@ class Entry:
 
     kind: EntryKind
     axis: str
-    """tp, cp, pp, dp or checkpoint; empty for operators."""
+    """tp, cp, pp, dp, checkpoint or offload; empty for operators."""
     name: str
     """The operator."""
     layer: str
@@ -75,8 +75,8 @@ class AxisCost:
 
     bytes_read: int
     bytes_sent: int
-    """Bytes sent to other hosts; ranks of one host read each other's memory. For checkpoints: written to the
-    disk, and `bytes_read` from it."""
+    """Bytes sent to other hosts; ranks of one host read each other's memory. For checkpoints
+    and offloaded states: written to the disk (to host memory), and `bytes_read` from it."""
     chunks: int
     hidden_bytes: float
     exposed_s: float

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pyruntime.comm.core import _C
 from pyruntime.overlap.account import Account, Entry, EntryKind, ThreadTimeline, account, without
 
-AXES = ("tp", "cp", "pp", "dp", "checkpoint")
+AXES = ("tp", "cp", "pp", "dp", "checkpoint", "offload")
 """Axes in the order of their numbers in csrc/core/ledger/traffic.h."""
 _CPU = torch.device("cpu")
 _TIMES = slice(7, 10)

@@ -113,7 +113,7 @@ def _why(place: LayerGroup, ledgers: Sequence[RankLedger]) -> str:
         return f"{who} there late ({percent(sum(late.values()), waited)} of the waiting)"
     if place.axis == "pp":
         return "a stage has nothing to compute until its neighbour sends: the bubble of the pipeline"
-    if place.axis == "checkpoint":
+    if place.axis in ("checkpoint", "offload"):
         return "the disk takes that long"
     more = waited_more(place, ledgers)
     if sum(more.values()) > place.exposed_s / 2:

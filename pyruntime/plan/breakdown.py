@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from pyruntime.choices import LESS_BUBBLE
 from pyruntime.plan.findings import GB, Refusal, mfu
+from pyruntime.plan.memory import memory_of_rank
 from pyruntime.plan.mesh import Mesh
 from pyruntime.plan.overlap import advice, threshold
 from pyruntime.plan.pipelines import in_flight, layers_by_rank
@@ -95,6 +96,24 @@ def _pipeline(predictor: Predictor, mesh: Mesh) -> str:
     )
 
 
+def _offloading(predictor: Predictor, candidate: Candidate) -> str:
+    """Says whether this mesh should keep its optimizer states elsewhere, and what hides them there."""
+    job, mesh = predictor.job, candidate.mesh
+    resident = memory_of_rank(replace(job, offload="none"), mesh, 0).optimizer
+    backward = 2 / 3 * candidate.seconds.compute / mesh.micro_batches(job.batch)
+    hidden = (
+        f"they are read and written once in a step, hidden behind the last backward pass of {backward:.3g} s "
+        f"if the host's memory takes {resident / backward / GB:.1f} GB/s each way"
+        if mesh.shard > 1
+        else "they are read and written once in a step, after the backward pass"
+    )
+    if job.offload == "states":
+        return f"{resident / GB:.1f} GB of optimizer states lie elsewhere: {hidden}"
+    if candidate.verdict == "fits":
+        return f"it fits with its optimizer states of {resident / GB:.1f} GB, so --offload states gains nothing"
+    return f"--offload states would free {resident / GB:.1f} GB: {hidden}"
+
+
 def sentences(predictor: Predictor, candidate: Candidate) -> list[str]:
     """Returns advice, one sentence for each item."""
     job, mesh, seconds = predictor.job, candidate.mesh, candidate.seconds
@@ -117,4 +136,6 @@ def sentences(predictor: Predictor, candidate: Candidate) -> list[str]:
         found.append(
             "it needs 80 to 100 % of the memory: some such runs ran out of memory (arXiv 2411.06465)"
         )
+    if job.optimizer == "adamw" and not mesh.tau:
+        found.append(_offloading(predictor, candidate))
     return [f"- {sentence}" for sentence in found]

@@ -103,10 +103,12 @@ def nothing_fits(result: Result) -> str:
             "that more data-parallel ranks divide, or another number of GPUs."
         )
     need = nearest.memory.total / GB
+    offload = result.job.optimizer == "adamw" and result.job.offload == "none"
+    less = "use --offload states, " if offload else ""
     return (
         f"No mesh of {result.job.gpus} GPUs fits {result.job.model.name} into 80 % of "
         f"{result.job.cluster.memory_bytes / GB:.0f} GB; the nearest, {nearest.mesh.text()}, needs "
-        f"{need:.1f} GB ({nearest.verdict}); take more GPUs, or see risky ones with --risky True."
+        f"{need:.1f} GB ({nearest.verdict}); {less}take more GPUs, or see risky ones with --risky True."
     )
 
 

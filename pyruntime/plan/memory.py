@@ -68,7 +68,10 @@ class Rules:
         return self.reduced_gradient is not None
 
     def of(self, job: Job) -> Rules:
-        """Returns these rules with the job's rounding: stochastic rounding needs no master weights."""
+        """Returns these rules with the job's rounding (stochastic rounding needs no master weights) and its
+        offloading."""
+        if job.offload == "states":
+            return replace(self, optimizer=0.0)
         if job.rounding == "nearest":
             return self
         return replace(self, optimizer=self.optimizer - MASTER)
@@ -80,6 +83,8 @@ FP32 = MASTER = 4
 """Bytes of an fp32 master weight."""
 MOMENT = 4
 """Bytes of an fp32 running mean; AdamW keeps two for a parameter, Muon one."""
+OFFLOAD_BUFFERS = 48 << 20
+"""Bytes of the buffers that offloaded states pass through (`pyruntime.data_parallel.offload`)."""
 SLOTS = 4
 """Most open flights of a group, and most messages of a channel between stages."""
 ROUTER_BYTES = 12
@@ -274,6 +279,7 @@ def memory_of_rank(
         layers = layers_by_rank(model, mesh)[rank]
     matrices, vectors = parameters_of_rank(model, 1, layers, rank == 0, rank == last)
     weights, gradients, optimizer, muon = _states_of_rank(job, mesh, layers, matrices, vectors, rules)
+    optimizer += OFFLOAD_BUFFERS if job.offload == "states" else 0
     process = job.cluster.process_bytes if process is None else process
     start = 0.0
     if rules.made_whole:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from pyruntime.choices import OptimizerName, PipelineKind, Recomputation, Rounding
+from pyruntime.choices import Offloading, OptimizerName, PipelineKind, Recomputation, Rounding
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.models import Adapters, ModelShape
 
@@ -27,6 +27,8 @@ class Job:
     """Rounding of bf16 weights: nearest to an fp32 master weight, or stochastic without one."""
     optimizer: OptimizerName = "adamw"
     """Optimizer of the layers' matrices; AdamW updates the rest."""
+    offload: Offloading = "none"
+    """Optimizer states outside the memory of the ranks' devices."""
     adapters: Adapters | None = None
     """The low-rank adapters that train in place of the weights; None: all weights train."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import assert_never
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyruntime import comm
 from pyruntime.comm import Runtime
 from pyruntime.context import positions
-from pyruntime.data_parallel import Muon, Sharded, shard
+from pyruntime.data_parallel import Muon, Offload, OffloadError, Sharded, shard
 from pyruntime.data_parallel.adamw import ShardedAdamW
 from pyruntime.llama import Llama
 from pyruntime.nn import ParallelExperts
@@ -21,7 +22,7 @@ from pyruntime.replicas.sharded_outer import ShardedOuter
 from pyruntime.train.data.batches import Batch, Batches, validation_batches
 from pyruntime.train.data.corpus import Corpus
 from pyruntime.train.device import Device
-from pyruntime.train.errors import ConfigError
+from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.figures import ExchangedFigures, Figures, LateFigures, RoundFigures
 from pyruntime.train.passes.accumulated import Accumulated
 from pyruntime.train.passes.pipelined import Pipelined, shared_weights
@@ -75,8 +76,14 @@ def sharded_of(run: ResolvedRun, model: Llama, within: DeviceMesh | None) -> Sha
     )
 
 
-def optimizer_of(run: ResolvedRun, model: Llama, sharded: Sharded, runtime: Runtime) -> ShardedAdamW:
+def optimizer_of(
+    run: ResolvedRun, model: Llama, sharded: Sharded, runtime: Runtime, run_dir: Path
+) -> ShardedAdamW:
+    """Returns the optimizer. Raises ConfigError if there is no room for states that lie elsewhere."""
     asked = run.config.optimizer
+    offload = None
+    if asked.offload == "states":
+        offload = Offload(asked.offload_dir or str(run_dir), run.config.comm.deadline_s)
     match asked.name:
         case "adamw":
             muon = None
@@ -84,16 +91,18 @@ def optimizer_of(run: ResolvedRun, model: Llama, sharded: Sharded, runtime: Runt
             muon = _muon(model, asked.momentum)
         case _:
             assert_never(asked.name)
-    return sharded.adamw(
-        betas=(asked.beta1, asked.beta2),
-        eps=asked.eps,
-        weight_decay=asked.weight_decay,
-        max_norm=asked.clip_grad_norm,
-        nonfinite="skip" if asked.on_bad_step == "skip" else "raise",
-        rounding=asked.rounding,
-        muon=muon,
-        shared=shared_weights(run, model, runtime),
-    )
+    with refusing("optimizer.offload: ", (OffloadError,)):
+        return sharded.adamw(
+            betas=(asked.beta1, asked.beta2),
+            eps=asked.eps,
+            weight_decay=asked.weight_decay,
+            max_norm=asked.clip_grad_norm,
+            nonfinite="skip" if asked.on_bad_step == "skip" else "raise",
+            rounding=asked.rounding,
+            muon=muon,
+            offload=offload,
+            shared=shared_weights(run, model, runtime),
+        )
 
 
 def _muon(model: Llama, momentum: float) -> Muon:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -89,9 +89,9 @@ def load(
     else:
         _check_fragments(checkpoint, outer, group, doing)
         state = state_of_all(sharded, outer, local, with_residuals)
-    _load(checkpoint, state, group, doing)
-    sharded.loaded()
     assert sharded.optimizer is not None
+    _load(checkpoint, state, group, doing, sharded.optimizer.home.release)
+    sharded.loaded()
     sharded.optimizer.resume(found.step - found.skipped)
     if outer is not None:
         with refusing("checkpoint.resume: "):
@@ -130,8 +130,14 @@ def load_weights(checkpoint: Path, model: nn.Module, group: dist.ProcessGroup) -
     _load(checkpoint, {"model": weights}, group, f"Loading the weights of {checkpoint}")
 
 
-def _load(checkpoint: Path, state: dict, group: dist.ProcessGroup, doing: str) -> None:
-    reader, planner = Reader(checkpoint, manifest.read(checkpoint)), DefaultLoadPlanner()
+def _load(
+    checkpoint: Path,
+    state: dict,
+    group: dist.ProcessGroup,
+    doing: str,
+    release: Callable[[], None] = lambda: None,
+) -> None:
+    reader, planner = Reader(checkpoint, manifest.read(checkpoint), release), DefaultLoadPlanner()
 
     def plan() -> LoadPlan:
         with _refused(checkpoint):

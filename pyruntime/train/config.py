@@ -144,6 +144,12 @@ class Optimizer:
     """Decoupled decay of matrices (not of vectors), as a share of the weight per unit of lr."""
     rounding: choices.Rounding = "nearest"
     """Rounding of bf16 weights in the update."""
+    offload: choices.Offloading = "none"
+    """Optimizer states that lie elsewhere than the weights (docs/how-to/zero.md). Not with Muon, nor with
+    replicas that synchronize rarely."""
+    offload_dir: str = ""
+    """Folder, best on a local disk, of the file in which a CPU rank keeps these states while it runs; empty:
+    the run folder."""
     clip_grad_norm: float = 1.0
     """Largest global gradient norm, in gradient units; 0 turns clipping off."""
     on_bad_step: choices.OnBadStep = "stop"

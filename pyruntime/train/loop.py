@@ -31,7 +31,7 @@ from pyruntime import comm
 from pyruntime.any_model import Report, explain
 from pyruntime.comm import Runtime
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel import NonFiniteGradient
+from pyruntime.data_parallel import NonFiniteGradient, OffloadError
 from pyruntime.data_parallel.replicated import check_replicated
 from pyruntime.llama import Llama
 from pyruntime.llama.adapters import without_adapters
@@ -60,7 +60,7 @@ from pyruntime.train.errors import TrainingError
 from pyruntime.train.figures import MOST_IN_A_ROW, Guard, StepFigures, exchange
 from pyruntime.train.metrics import StepMetrics
 from pyruntime.train.passes.reference import give_reference
-from pyruntime.train.ranks import on_every_rank
+from pyruntime.train.ranks import on_every_rank, told_to_all
 from pyruntime.train.replicas import join, open_member
 from pyruntime.train.resolved import ResolvedRun
 from pyruntime.train.saving.saver import Saver
@@ -96,7 +96,11 @@ class Trainer:
         on_every_rank(runtime.world, "Sharding the model", lambda: check_trains(model, runtime))
         within, between = data_axes(run, runtime)
         self.sharded = sharded_of(run, model, within)
-        self.optimizer = optimizer_of(run, model, self.sharded, runtime)
+        self.optimizer = on_every_rank(
+            runtime.world,
+            "Making the optimizer",
+            lambda: optimizer_of(run, model, self.sharded, runtime, run_dir),
+        )
         self.member = open_member(run, corpus, runtime)
         """This replica's membership, if replicas join and leave."""
         self.outer = outer_of(run, self.sharded, within, between, self.member, runtime)
@@ -222,7 +226,7 @@ class Trainer:
                 entered = contextlib.nullcontext() if ledger is None else ledger.step(number)
                 recorded = contextlib.nullcontext() if profile is None else profile.step(number)
                 timed = contextlib.nullcontext() if self._slow is None else self._slow.step()
-                with recorded, entered, marked("step", str(number)), timed:
+                with recorded, entered, marked("step", str(number)), timed, self._states_read():
                     known, signum = self._train_step(number)
                 self.step, self._val_loss, self._is_lowest = self.step + 1, None, False
                 news = [] if signum else self._look_for_slow()
@@ -256,6 +260,16 @@ class Trainer:
                     break
             if signum := int(exchange([self._stop.signum], self._runtime).max()):  # since the last exchange
                 raise Stopped(signum, self._stop_sentence())
+
+    @contextlib.contextmanager
+    def _states_read(self) -> Iterator[None]:
+        """Makes an OffloadError of the block the TrainingError with which all ranks end."""
+        with told_to_all():
+            try:
+                yield
+            except OffloadError as error:
+                what = str(error).rstrip(".")
+                raise TrainingError(f"Step {self.step + 1}: {what}; {self._what_is_kept()}.") from error
 
     def _look_for_slow(self) -> list[Finding]:
         """Returns new findings about slow ranks and links, if a look is due after this step. If a checkpoint

@@ -116,6 +116,7 @@ def planned(run: ResolvedRun, cluster: Cluster) -> tuple[Job, Mesh]:
         train.seq_len,
         rounding=config.optimizer.rounding,
         optimizer=config.optimizer.name,
+        offload=config.optimizer.offload,
         adapters=_adapters(run),
     )
     mesh = Mesh(

@@ -43,6 +43,8 @@ GROUPS = [
 LEFT = {
     "data.targets": "how text becomes tokens, before any device has them; tests/train/data",
     "data_parallel": "a file of tests of their own: the whole section",
+    "optimizer.offload": "a file of tests of its own",
+    "optimizer.offload_dir": "of CPU ranks",
     "optimizer.rounding": "a file of tests of its own",
     "parallel.rebalance": "a file of tests of its own",
     "parallel.tp_wire": "a file of tests of its own",

@@ -5,7 +5,8 @@
 namespace pyruntime {
 
 namespace {
-constexpr const char* kNames[kTrafficClasses] = {"tp", "cp", "pp", "dp", "checkpoint"};
+constexpr const char* kNames[kTrafficClasses] = {"tp", "cp", "pp", "dp", "checkpoint",
+                                                 "offload"};
 }
 
 const char* name_of(TrafficClass traffic_class) {

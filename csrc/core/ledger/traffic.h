@@ -7,10 +7,11 @@
 namespace pyruntime {
 
 // The purpose of a group's chunks, the most urgent first: computation waits for a TP chunk at once, for a
-// checkpoint never.
-enum class TrafficClass : int { kTp = 0, kCp, kPp, kDp, kCheckpoint };
+// checkpoint never. Of kOffload are no group's chunks: optimizer states that a rank keeps in a file or on the
+// host.
+enum class TrafficClass : int { kTp = 0, kCp, kPp, kDp, kCheckpoint, kOffload };
 
-inline constexpr int kTrafficClasses = 5;
+inline constexpr int kTrafficClasses = 6;
 
 const char* name_of(TrafficClass traffic_class);
 // Raises ValueError for a name that is no class.

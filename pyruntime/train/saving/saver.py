@@ -1,6 +1,7 @@
 """Saves the checkpoints of a run while training continues.
 
-begin(), between two steps and on every rank, copies this rank's blocks into host memory that is reused. Which
+begin(), between two steps and on every rank, copies this rank's blocks into host memory that is reused (with
+optimizer states in a file there is no room for a copy, so the run waits until they are written). Which
 rank writes which block is settled once (`blocks`). A thread of each rank then hashes its copy and writes it,
 and the threads exchange the outcome through the job's store. Once all files are on the disk, rank 0's thread
 writes the manifest and renames the folder. So a step pays for the copy, and waits for a write only if the
@@ -48,7 +49,7 @@ from pyruntime.train.errors import TrainingError
 from pyruntime.train.manifest import Checksum
 from pyruntime.train.ranks import on_rank_0
 from pyruntime.train.saving import blocks
-from pyruntime.train.saving.staging import SUFFIX, Staging
+from pyruntime.train.saving.staging import SUFFIX, Staging, Unstaged
 
 DISK_MAY_TAKE_S = 600.0
 """Seconds without progress of a write, after which the disk counts as lost. Writes are flushed every
@@ -104,6 +105,8 @@ class Saver:
             raise
         except Exception as error:
             raise TrainingError(_refusal(self._run_dir, final, cause_of(error))) from error
+        if isinstance(staging, Unstaged):  # the next step would change what is being written
+            self.finish()
 
     @property
     def has_failed(self) -> bool:
@@ -169,8 +172,9 @@ class Saver:
         self._items = blocks.settle(found, self._group, doing)
         pieces = [blocks.piece_of(item) for item in self._items]
         if self._staging is None or self._staging.pieces != Staging.order(pieces):
-            device = self._sharded.buckets[0].device
-            self._staging = Staging(pieces, device)
+            assert self._sharded.optimizer is not None
+            home, device = self._sharded.optimizer.home, self._sharded.buckets[0].device
+            self._staging = Unstaged(pieces, home.release) if home.is_in_file else Staging(pieces, device)
 
 
 class Write:

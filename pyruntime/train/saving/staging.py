@@ -1,4 +1,5 @@
 """Copies one rank's part of a checkpoint into reused host memory, and writes it as one safetensors file.
+What is too large for a copy is written from where it lies (`Unstaged`).
 
     8 bytes    the length n of the header, little-endian
     n bytes    the header, JSON: {name: {"dtype", "shape", "data_offsets"}}, blanks up to a multiple of 8
@@ -14,10 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -76,10 +78,6 @@ class Staging:
         if len(set(names)) < len(names):
             raise ValueError(f"One file cannot hold two blocks of one name, found among {sorted(names)}.")
         self._device = device
-        is_on_host = device.type == "cpu"
-        total = sum(piece.nbytes for piece in self.pieces)
-        self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=not is_on_host)
-        self._views: list[Tensor] = []
         self._copied: torch.Event | None = None
         self.written = 0
         """Bytes of the file that `write` has written so far."""
@@ -87,7 +85,6 @@ class Staging:
         begin = 0
         for piece in self.pieces:
             end = begin + piece.nbytes
-            self._views.append(self._memory[begin:end].view(piece.dtype).view(piece.shape))
             entries[piece.name] = {
                 "dtype": DTYPES[piece.dtype],
                 "shape": list(piece.shape),
@@ -99,6 +96,16 @@ class Staging:
         header = json.dumps(about | entries, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
         self._header = len(header).to_bytes(8, "little") + header
+        self._allocate(begin)
+
+    def _allocate(self, total: int) -> None:
+        """Makes the memory of the copies."""
+        is_on_host = self._device.type == "cpu"
+        self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=not is_on_host)
+        parts = self._memory.split([piece.nbytes for piece in self.pieces])
+        self._views = [
+            part.view(piece.dtype).view(piece.shape) for part, piece in zip(parts, self.pieces, strict=True)
+        ]
 
     @staticmethod
     def order(pieces: Sequence[Piece]) -> list[Piece]:
@@ -113,17 +120,26 @@ class Staging:
 
         Raises RuntimeError if a tensor's shape or dtype is not its piece's.
         """
-        for piece, view in zip(self.pieces, self._views, strict=True):
+        for view, tensor in zip(self._views, self._checked(tensors), strict=True):
+            view.copy_(tensor, non_blocking=True)
+        if self._device.type != "cpu":
+            self._copied = torch.Event(self._device)
+            self._copied.record()
+
+    def _checked(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Returns the tensors in the order of the pieces."""
+        for piece in self.pieces:
             tensor = tensors[piece.name]
             if (tuple(tensor.shape), tensor.dtype) != (piece.shape, piece.dtype):  # copy_ would broadcast
                 raise RuntimeError(
                     f"{piece.name} was to be saved as {list(piece.shape)} of {piece.dtype}, but it is "
                     f"{list(tensor.shape)} of {tensor.dtype}."
                 )
-            view.copy_(tensor, non_blocking=True)
-        if self._device.type != "cpu":
-            self._copied = torch.Event(self._device)
-            self._copied.record()
+        return [tensors[piece.name] for piece in self.pieces]
+
+    def _parts(self) -> Iterator[memoryview]:
+        """Yields the file's content after its header, AT_ONCE bytes or less at a time."""
+        return _pieces_of(self._memory)
 
     def write(self, path: Path) -> Checksum:
         """Writes the file, flushes it to the disk, and returns the checksum of the memory's content. Any
@@ -131,11 +147,9 @@ class Staging:
         if self._copied is not None:
             self._copied.synchronize()
         self.written, digest = 0, hashlib.sha256()
-        content = memoryview(self._memory.numpy())
-        parts = [content[at : at + AT_ONCE] for at in range(0, len(content), AT_ONCE)]
         flushed = 0
         with open(path, "wb", buffering=0, opener=without_links) as file:
-            for part in (memoryview(self._header), *parts):
+            for part in itertools.chain([memoryview(self._header)], self._parts()):
                 if self.written >= flushed + FLUSH_EVERY:
                     os.fsync(file.fileno())
                     flushed = self.written
@@ -146,3 +160,32 @@ class Staging:
                     part = part[taken:]
             os.fsync(file.fileno())
         return Checksum(self.written, digest.hexdigest())
+
+
+class Unstaged(Staging):
+    """A Staging without copies: `write` reads the tensors that `copy` got, which must not change before it
+    returns. They lie on the host. release: called after every part, gives back memory that reading took."""
+
+    def __init__(self, pieces: Sequence[Piece], release: Callable[[], None]):
+        self._release, self._tensors = release, [torch.empty(0)]
+        super().__init__(pieces, torch.device("cpu"))
+
+    def _allocate(self, total: int) -> None:
+        pass
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = self._checked(tensors)
+
+    def _parts(self) -> Iterator[memoryview]:
+        for tensor in self._tensors:
+            for part in _pieces_of(tensor.detach().contiguous().view(-1).view(torch.uint8)):
+                yield part
+                self._release()
+        self._tensors = []
+
+
+def _pieces_of(memory: Tensor) -> Iterator[memoryview]:
+    content = memoryview(memory.numpy())
+    for at in range(0, len(content), AT_ONCE):
+        yield content[at : at + AT_ONCE]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,11 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Reader:
-    """Reads blocks of the safetensors files `names` in `folder`."""
+    """Reads blocks of the safetensors files `names` in `folder`. release: called after every block, gives
+    back memory that writing it took."""
 
-    def __init__(self, folder: Path, names: Iterable[str]):
-        self._folder = folder
+    def __init__(self, folder: Path, names: Iterable[str], release: Callable[[], None] = lambda: None):
+        self._folder, self._release = folder, release
         self._names = sorted(name for name in names if name.endswith(SUFFIX))
         self._files: dict[MetadataIndex, str] = {}
         self._metadata: Metadata | None = None
@@ -102,6 +103,7 @@ class Reader:
                 target.copy_(tensor)
                 planner.commit_tensor(item, target)
                 size += tensor.nbytes
+                self._release()
         return size
 
 

@@ -250,6 +250,25 @@ def _check_optimizer(config: RunConfig) -> None:
             )
         case _:
             typing.assert_never(optimizer.name)
+    match optimizer.offload:
+        case "none":
+            require(
+                not optimizer.offload_dir,
+                f"optimizer.offload_dir={optimizer.offload_dir} has no use without optimizer.offload=states; "
+                "set that, or leave out optimizer.offload_dir.",
+            )
+        case "states":
+            for other, is_asked in (
+                ("optimizer.name=muon reads whole momenta", optimizer.name == "muon"),
+                (
+                    f"data_parallel.method={config.data_parallel.method} reads all master weights at once",
+                    not meets_every_step(config),
+                ),
+                ("data_parallel.members reads all master weights at once", bool(config.data_parallel.members)),
+            ):
+                require(not is_asked, f"optimizer.offload=states: {other}; leave out one of the two.")
+        case _:
+            typing.assert_never(optimizer.offload)
 
 
 def _check_two_axes(config: RunConfig) -> None:
@@ -294,7 +313,11 @@ def _check_files(config: RunConfig) -> None:
         f"checkpoint.resume: the folder {resume} does not exist; name a run folder, one of its "
         "checkpoints/step-N, or auto.",
     )
-    for name, folder in (("output.run_dir", config.output.run_dir), ("data.cache", config.data.cache)):
+    for name, folder in (
+        ("output.run_dir", config.output.run_dir),
+        ("data.cache", config.data.cache),
+        ("optimizer.offload_dir", config.optimizer.offload_dir),
+    ):
         require(
             not os.path.exists(folder) or os.path.isdir(folder),
             f"{name}: {folder} exists and is not a folder; name another.",
