@@ -28,7 +28,7 @@ def away(config: RunConfig) -> RunConfig:
     return jobs.changed(config, "optimizer", offload="states")
 
 
-MESHES = [{}, {"dp": 2, "zero": 3}, {"tp": 2, "dp": 2, "zero": 1}, {"pp": 2, "dp": 2, "zero": 2}]
+MESHES = [{}, {"dp": 4, "zero": 3}, {"tp": 2, "dp": 2, "zero": 1}, {"pp": 2, "dp": 2, "zero": 2}]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -40,8 +40,6 @@ def test_a_run_is_that_of_resident_states_and_goes_on_at_either(ranks, tmp_path,
     config = jobs.changed(config, "checkpoint", every_steps=3)
     folder = jobs.prepare(config)
     size = 4 if mesh else 1
-    if mesh.get("dp") == 2 and len(mesh) == 2:
-        size = 2
     expected = ranks.run(jobs.history, size, config)[0]
     files = {path.name: path.read_bytes() for path in folder.glob("checkpoints/step-000006/*.safetensors")}
     found = ranks.run(jobs.history, size, away(config))[0]
@@ -59,7 +57,7 @@ def test_a_run_is_that_of_resident_states_and_goes_on_at_either(ranks, tmp_path,
 def test_the_ledger_of_a_run_has_its_bytes(ranks, tmp_path):
     config = away(job(tmp_path, steps=4, ledger=True))
     folder = jobs.prepare(config)
-    ranks.run(whole_run, 2, jobs.changed(config, "parallel", dp=2, zero=1, tp=None))
+    ranks.run(whole_run, 4, jobs.changed(config, "parallel", dp=2, zero=1, tp=None))
     for ledger in read(folder):
         axis = ledger.account.axes["offload"]
         assert axis.bytes_read > 0 and axis.bytes_sent > 0
@@ -89,9 +87,9 @@ def test_a_failing_disk_ends_the_run_on_all_ranks_with_its_reason(ranks, tmp_pat
     config = away(job(tmp_path, steps=8))
     jobs.prepare(config)
     config = jobs.changed(config, "parallel", dp=2, zero=1, tp=None)
-    first, second = ranks.run(fails, 2, config, expect_errors=True)
-    assert isinstance(first, TrainingError) and isinstance(second, PeerLost)
-    for error in (first, second):
+    first, *others = ranks.run(fails, 4, config, expect_errors=True)
+    assert isinstance(first, TrainingError) and all(isinstance(error, PeerLost) for error in others)
+    for error in (first, *others):
         assert "could not be" in str(error) and "Input/output error; name a folder" in str(error)
 
 
