@@ -110,7 +110,9 @@ def _offloading(predictor: Predictor, candidate: Candidate) -> str:
     if job.offload == "states":
         return f"{resident / GB:.1f} GB of optimizer states lie elsewhere: {hidden}"
     if candidate.verdict == "fits":
-        return f"it fits with its optimizer states of {resident / GB:.1f} GB, so --offload states gains nothing"
+        return (
+            f"it fits with its optimizer states of {resident / GB:.1f} GB, so --offload states gains nothing"
+        )
     return f"--offload states would free {resident / GB:.1f} GB: {hidden}"
 
 

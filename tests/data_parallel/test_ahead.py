@@ -66,9 +66,7 @@ def states_of(whole, handle, optimizer):
     return found
 
 
-def stepped(
-    group, mesh_kind, stage, dtype, max_norm, rounding="nearest", poisoned=(), between=None, **more
-):
+def stepped(group, mesh_kind, stage, dtype, max_norm, rounding="nearest", poisoned=(), between=None, **more):
     """Reports, and after every step all weights and states. poisoned: steps with a NaN on the last rank."""
     options = {"max_norm": max_norm, "nonfinite": "skip"} | more
     whole, handle, optimizer, rank, size = made(group, mesh_kind, stage, dtype, rounding, **options)

@@ -76,7 +76,9 @@ def test_updates_without_a_norm_are_the_same_too(ranks, tmp_path):
 def taken_over(group, folder):
     """States that go from resident to the file, and back, with steps between."""
     kinds = {"resident": {}, "file": {"offload": Offload(folder, run_bytes=FEW)}}
-    made_of = {name: made(group, "dp", 2, torch.bfloat16, max_norm=NO_CLIPPING, **kinds[name]) for name in kinds}
+    made_of = {
+        name: made(group, "dp", 2, torch.bfloat16, max_norm=NO_CLIPPING, **kinds[name]) for name in kinds
+    }
     data = iter(cases.batches(6, made_of["file"][4]))
 
     def stepped_once(names):
@@ -182,7 +184,9 @@ def offloading(folder, **options):
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OffloadError, match=r"cannot be kept in .*file/states: Not a directory \(.* MB are free"):
+    with pytest.raises(
+        OffloadError, match=r"cannot be kept in .*file/states: Not a directory \(.* MB are free"
+    ):
         offloading(tmp_path / "file" / "states")
 
 
@@ -191,7 +195,9 @@ def test_a_full_disk_is_told_before_the_first_step(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OffloadError, match=r"Optimizer states \(0 MB so far\) .* No space left on device .* free room"):
+    with pytest.raises(
+        OffloadError, match=r"Optimizer states \(0 MB so far\) .* No space left on device .* free room"
+    ):
         offloading(tmp_path)
 
 

@@ -6,7 +6,6 @@ import errno
 import os
 
 import pytest
-import torch
 
 from pyruntime.comm import PeerLost
 from pyruntime.data_parallel import offload
@@ -106,7 +105,11 @@ def test_a_folder_without_room_is_refused(ranks, tmp_path):
     ("optimizer", "data_parallel", "words"),
     [
         (Optimizer(offload="states", name="muon"), DataParallel(), "optimizer.name=muon reads whole momenta"),
-        (Optimizer(offload="states"), DataParallel(method="diloco"), "method=diloco reads all master weights"),
+        (
+            Optimizer(offload="states"),
+            DataParallel(method="diloco"),
+            "method=diloco reads all master weights",
+        ),
         (Optimizer(offload_dir="/tmp"), DataParallel(), "has no use without optimizer.offload=states"),
     ],
 )

@@ -264,7 +264,10 @@ def _check_optimizer(config: RunConfig) -> None:
                     f"data_parallel.method={config.data_parallel.method} reads all master weights at once",
                     not meets_every_step(config),
                 ),
-                ("data_parallel.members reads all master weights at once", bool(config.data_parallel.members)),
+                (
+                    "data_parallel.members reads all master weights at once",
+                    bool(config.data_parallel.members),
+                ),
             ):
                 require(not is_asked, f"optimizer.offload=states: {other}; leave out one of the two.")
         case _:
