@@ -15,13 +15,14 @@ from pyruntime.comm import transport_of
 from pyruntime.nn.embedding import VocabParallelEmbedding
 from pyruntime.nn.linear import ParallelLinear
 from pyruntime.nn.parallel_experts import ParallelExperts
+from pyruntime.nn.signatures import bytes_moved, signature_of
 from pyruntime.nn.tiers import OpUse, strict_refusal, tier_of
 from pyruntime.text import block_name, columns, footnotes
 
 Layer = ParallelLinear | VocabParallelEmbedding | ParallelExperts
 _HEAD = (
     *("layer", "pass", "op", "rows", "n", "k", "dtype", "tp", "transport", "asked", "tier"),
-    *("why not a faster one", "strict=True would refuse"),
+    *("why not a faster one", "strict=True would refuse", "placements", "bytes moved"),
 )
 
 
@@ -32,7 +33,9 @@ class LayerReport:
     rows, n, k: the GEMM of a rank, [rows, k] @ [n, k]^T, with the rows of all ranks; rows is 0 before the
     first call. transport: how chunks travel, "" before the group's first op. asked, tier, reason: the
     requested tier, the one that runs at this shape, and why not a faster one.
-    strict: what strict=True would refuse, "" where nothing."""
+    strict: what strict=True would refuse, "" where nothing. placements: of operands and results over the
+    ranks, as `pyruntime.ops.conversions` writes them; "P > S(0)" is converted. moved: bytes that all ranks
+    together receive for that; 0 for a layer that shares its operator with one above."""
 
     name: str
     when: str
@@ -47,6 +50,8 @@ class LayerReport:
     tier: str
     reason: str
     strict: str
+    placements: str
+    moved: int
 
 
 @dataclass(frozen=True)
@@ -110,9 +115,14 @@ def explain(model: nn.Module) -> Report:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Layer)}
     hooks = {name: layer.hook for name, layer in layers.items() if isinstance(layer.hook, LinearHook)}
     inputs = dict.fromkeys(hook.shared for hook in hooks.values() if isinstance(hook, ColumnHook))
+    beside = {layer for each in inputs if each for layer in each.layers[1:]}
     forms = dict.fromkeys(hook.model.form for hook in hooks.values() if hook.model.form)
     return Report(
-        tuple(_line(name, layer, use) for name, layer in layers.items() for use in layer.op_uses()),
+        tuple(
+            _line(name, layer, use, layer in beside)
+            for name, layer in layers.items()
+            for use in layer.op_uses()
+        ),
         {name: hook.gave_way for name, hook in hooks.items() if hook.gave_way},
         {
             f"{prefix}.{name}" if prefix else name: why
@@ -127,7 +137,7 @@ def explain(model: nn.Module) -> Report:
     )
 
 
-def _line(name: str, layer: Layer, use: OpUse) -> LayerReport:
+def _line(name: str, layer: Layer, use: OpUse, shares: bool) -> LayerReport:
     asked = tier = "collective"
     reason, refused = "a table look-up has no GEMM to hide a collective under", ""
     if not isinstance(layer, VocabParallelEmbedding):
@@ -151,4 +161,6 @@ def _line(name: str, layer: Layer, use: OpUse) -> LayerReport:
         tier=tier,
         reason=reason,
         strict=refused,
+        placements=", ".join(map(str, signature_of(layer, use))),
+        moved=0 if shares else bytes_moved(layer, use),
     )

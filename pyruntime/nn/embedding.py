@@ -110,9 +110,9 @@ class VocabParallelEmbedding(ParallelModule):
         return mine.masked_fill(elsewhere.unsqueeze(-1), 0)
 
     def op_uses(self) -> list[OpUse]:
-        """The collective of the forward pass."""
-        op = "reduce_scatter" if self.last_cut_rows else "all_reduce"
-        return [OpUse("forward", op, *self.weight.shape)]
+        """The collective of the forward pass, and that of its backward pass."""
+        op, sizes = "reduce_scatter" if self.last_cut_rows else "all_reduce", self.weight.shape
+        return [OpUse("forward", op, *sizes), OpUse("backward", f"{op}_backward", *sizes)]
 
     def extra_repr(self) -> str:
         return (

@@ -31,19 +31,20 @@ def explained(group) -> tuple[str, str]:
     take(group, "symmetric_memory")
     net = Net(group, tier="unfused")
     before = explain(net)
-    assert [row.tier for row in before.rows if row.op != "reduce_scatter"] == ["-"] * 4
+    assert [row.tier for row in before.rows if row.name != "embed"] == ["-"] * 4
     net(torch.arange(10)).sum().backward()
     after = explain(net)
     size = dist.get_world_size(group)
     shapes = [(row.name, row.when, row.op, row.rows, row.n, row.k) for row in after.rows]
     assert shapes == [
         ("embed", "forward", "reduce_scatter", 10, 32 // size, 8),
+        ("embed", "backward", "reduce_scatter_backward", 10, 32 // size, 8),
         ("up", "forward", "all_gather_matmul", 10, 16 // size, 8),
         ("up", "backward", "all_gather_matmul_backward", 10, 16 // size, 8),
         ("down", "forward", "matmul_reduce_scatter", 10, 8, 16 // size),
         ("down", "backward", "matmul_reduce_scatter_backward", 10, 8, 16 // size),
     ]
-    for row in after.rows[1:]:
+    for row in after.rows[2:]:
         assert (row.dtype, row.group_size, row.asked, row.strict) == ("float32", size, "unfused", "")
         answer = ops.tier_of(row.op, row.rows, row.n, row.k, torch.float32, group, "unfused")
         assert (row.tier, row.reason) == answer
@@ -134,12 +135,13 @@ def test_every_layer_is_explained(ranks, world_size):
     before, after = ranks.run(explained, world_size)[0]
     assert "has not run yet" in before
     lines = after.splitlines()
-    assert len(lines) == 7 and lines[0].startswith("layer ")
-    # The reason that the linears share is said once, below them.
-    assert [line.count("[1]") for line in lines] == [0, 0, 1, 1, 1, 1, 1] and lines[6].startswith("[1] ")
+    assert len(lines) == 9 and lines[0].startswith("layer ")
+    # The reasons that lines share are said once, below them.
+    assert [line.count("[1]") for line in lines] == [0, 1, 1, 0, 0, 0, 0, 1, 0]
+    assert [line.count("[2]") for line in lines] == [0, 0, 0, 1, 1, 1, 1, 0, 1] and lines[8].startswith("[2] ")
     transport = "-" if world_size == 1 else "symmetric memory"
     cells = ["up", "forward", "all_gather_matmul", 10, 16 // world_size, 8, "float32", world_size, transport]
-    assert re.split(r"  +", lines[2])[:10] == [*(str(cell) for cell in cells), "unfused"]
+    assert re.split(r"  +", lines[3])[:10] == [*(str(cell) for cell in cells), "unfused"]
 
 
 def test_auto_tells_its_rule(ranks):

@@ -1,0 +1,127 @@
+"""Conversions between placements give the placement that was asked for, and move what they say."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import pyruntime
+from pyruntime.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from pyruntime.ops.conversions import convert, linear_ways, moved
+from tests.transports import on_transport, take
+
+PLACEMENTS = ["S(0)", "S(1)", "B", "P"]
+ROWS, COLUMNS = [8, 7], 12
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (64, {"gather W": 786_432, "sum Y": 208_896, "gather X": 294_912}),
+        (4096, {"gather W": 786_432, "sum Y": 13_369_344, "gather X": 6_488_064}),
+    ],
+)
+def test_the_ways_of_a_linear(rows, expected):
+    """With many rows it is the weight that should travel."""
+    assert linear_ways(rows, 256, 1024, 4) == expected
+
+
+def test_what_is_no_placement_is_refused():
+    with pytest.raises(ValueError, match=r"'S' is no placement; write B, P, or S\(0\)"):
+        moved("S", "B", 1, 2)
+
+
+def held(whole, placement, group):
+    """This rank's part of a tensor, and of each rank's term of it, that is the same on every rank."""
+    ranks, rank = group.size(), group.rank()
+    if placement == "B":
+        return whole
+    if placement == "P":
+        return whole * (2 * rank + 1) / ranks**2  # the odd numbers up to 2 p add up to p squared
+    return whole.tensor_split(ranks, int(placement[2]))[rank].contiguous()
+
+
+def converted(group, source, target, rows):
+    """Bytes that this rank received. Raises AssertionError for another result."""
+    whole = torch.arange(rows * COLUMNS, dtype=torch.float32).view(rows, COLUMNS)
+    size = whole.shape[int(source[2])] if source[0] == "S" else None
+    own = held(whole, source, group)
+    convert(own, source, target, group, size=size)  # opens the group
+    with pyruntime.ledger() as ledger:
+        found = convert(own, source, target, group, size=size)
+    if target == "P":
+        found = found.clone()
+        torch.distributed.all_reduce(found, group=group)
+    torch.testing.assert_close(found, whole if target == "P" else held(whole, target, group))
+    return sum(axis.bytes_read for axis in ledger.account().axes.values())
+
+
+@pytest.mark.parametrize("transport", ["symmetric_memory", "process_group"])
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.second_tier(but=["4-symmetric_memory"])
+def test_every_conversion_moves_what_it_says(ranks, transport, n):
+    for source, target, rows in itertools.product(PLACEMENTS, PLACEMENTS, ROWS):
+        if source[0] == target[0] == "S" and source != target and rows % n:
+            continue
+        found = ranks.run(on_transport, n, transport, converted, source, target, rows)
+        assert sum(found) == 4 * moved(source, target, rows * COLUMNS, n), (source, target, rows)
+
+
+def ragged(group):
+    convert(torch.ones(3, 13), "S(0)", "S(1)", group)
+
+
+def test_parts_that_do_not_divide_are_refused(ranks):
+    for error in ranks.run(ragged, 2, expect_errors=True):
+        assert isinstance(error, ValueError)
+        assert "dimension 1 of [3, 13] is not a multiple of the 2 ranks; go through B" in str(error)
+
+
+class Net(torch.nn.Module):
+    def __init__(self, group, sequence_parallel, dtype):
+        super().__init__()
+        options = {"group": group, "sequence_parallel": sequence_parallel, "dtype": dtype}
+        self.embed = VocabParallelEmbedding(32, 8, **options)
+        self.up = ColumnParallelLinear(8, 16, **options)
+        self.kept = ColumnParallelLinear(8, 16, keep_gathered=True, **options)
+        self.down = RowParallelLinear(16, 8, **options)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.down(self.up(x).relu() * self.kept(x))
+
+
+def explained(group, transport, sequence_parallel, rows, dtype):
+    """What explain() says moves in each layer, and what this rank's ledger counted there."""
+    take(group, transport)
+    net = Net(group, sequence_parallel, dtype)
+    ids = torch.arange(rows) % 32
+    net(ids).sum().backward()
+    with pyruntime.ledger() as ledger:
+        net(ids).sum().backward()
+    said: dict[str, int] = {}
+    for row in pyruntime.explain(net).rows:
+        said[row.name] = said.get(row.name, 0) + row.moved
+    counted = dict.fromkeys(said, 0)
+    for line in ledger.account().lines:
+        counted[line.layer] += line.bytes
+    return said, counted, str(pyruntime.explain(net))
+
+
+@pytest.mark.parametrize("transport", ["symmetric_memory", "process_group"])
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.second_tier(but=["4-symmetric_memory"])
+def test_explain_says_what_every_layer_moves(ranks, transport, n):
+    for sequence_parallel in (True, False):
+        for rows, dtype in ((24, torch.float32), (13, torch.bfloat16)):
+            found = ranks.run(explained, n, transport, sequence_parallel, rows, dtype)
+            for layer, said in found[0][0].items():
+                assert said == sum(counted[layer] for _, counted, _ in found), (layer, rows)
+                assert said > 0
+            text = found[0][2]
+            wanted = ["X S(0) > B, W S(0), Y S(1)", "X S(1), W S(1), Y P > S(0)", "ids B, W S(0), Y P > S(0)"]
+            if not sequence_parallel:
+                wanted = ["X B, W S(0), Y S(1)", "X S(1), W S(1), Y P > B", "dY S(1), dX P > B"]
+            assert all(each in text for each in wanted)
