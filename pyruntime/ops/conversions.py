@@ -1,5 +1,5 @@
-"""Conversions of a tensor from one placement over a group's ranks to another, and what each moves (Yuan et al.
-2021, arXiv 2110.15032, table 2). Placements are written as there:
+"""Conversions of a tensor from one placement over a group's ranks to another, and what each moves (Yuan et
+al. 2021, arXiv 2110.15032, table 2). Placements are written as there:
 
     S(d)   sharded: each rank has its own part along dimension d
     B      replicated (broadcast): the same on every rank
@@ -46,8 +46,8 @@ def convert(x: Tensor, source: str, target: str, group: Group, *, size: int | No
     """Converts this rank's part of a tensor, which has the placement `source` over the ranks of `group`, to
     `target`. Every rank calls it alike; it moves what `moved` says.
 
-    size: of the whole tensor along the dimension of a source S(d), cut as torch.tensor_split cuts; None: equal
-    parts. From S(i) to S(j) the ranks must divide both sizes. S to S and S to P have no gradient.
+    size: of the whole tensor along the dimension of a source S(d), cut as torch.tensor_split cuts; None:
+    equal parts. From S(i) to S(j) the ranks must divide both sizes. S to S and S to P have no gradient.
 
     Raises ValueError for what is no placement, or does not divide."""
     ranks, rank = group_size(group), group_rank(group)

@@ -40,7 +40,7 @@ from pyruntime.overlap.files import RankLedger
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.train import agreement, checkpoint, checkpoint_folder, metrics, resolved, run_folder, scorecard
-from pyruntime.train.config import RunConfig, spelled_out
+from pyruntime.train.config import RunConfig, meets_every_step, spelled_out
 from pyruntime.train.data import corpus
 from pyruntime.train.data.chat_template import give_template
 from pyruntime.train.data.tokenizer import FILE_NAME as TOKENIZER_FILE
@@ -98,6 +98,9 @@ def memory_told(config: RunConfig) -> Iterator[None]:
             ways.append("set train.activation_checkpointing to full")
         if config.parallel.zero < 3 and (config.parallel.dp or 1) * config.parallel.cp > 1:
             ways.append(f"raise parallel.zero={config.parallel.zero}")
+        optimizer = config.optimizer
+        if optimizer.name == "adamw" and optimizer.offload == "none" and meets_every_step(config):
+            ways.append("set optimizer.offload to states")
         ways.append("train on more ranks")
         raise torch.OutOfMemoryError(
             f"The run needs more memory than its device has: {', or '.join(ways)}. {first_line(error)}."

@@ -138,7 +138,9 @@ def test_every_layer_is_explained(ranks, world_size):
     assert len(lines) == 9 and lines[0].startswith("layer ")
     # The reasons that lines share are said once, below them.
     assert [line.count("[1]") for line in lines] == [0, 1, 1, 0, 0, 0, 0, 1, 0]
-    assert [line.count("[2]") for line in lines] == [0, 0, 0, 1, 1, 1, 1, 0, 1] and lines[8].startswith("[2] ")
+    assert [line.count("[2]") for line in lines] == [0, 0, 0, 1, 1, 1, 1, 0, 1] and lines[8].startswith(
+        "[2] "
+    )
     transport = "-" if world_size == 1 else "symmetric memory"
     cells = ["up", "forward", "all_gather_matmul", 10, 16 // world_size, 8, "float32", world_size, transport]
     assert re.split(r"  +", lines[3])[:10] == [*(str(cell) for cell in cells), "unfused"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import time
 import tomllib
 
@@ -148,6 +149,25 @@ def test_a_plan_without_master_weights_trains_without_them(capsys, tmp_path):
     common = totals["stochastic"].keys() & totals["nearest"].keys()
     assert common and all(totals["stochastic"][name] < totals["nearest"][name] for name in common)
     assert main(["train", "--config", str(tmp_path / "stochastic.toml"), "--dry-run", "8"]) == 0
+
+
+def test_offloaded_states_are_planned_and_their_use_is_explained(capsys, tmp_path):
+    file = tmp_path / "offload.toml"
+    flags = ["--co2", "False", "--axonn", "False", "--explain", "1"]
+    assert main([*SMALL, *flags]) == 0
+    assert "so --offload states gains nothing" in capsys.readouterr().out
+    assert main([*SMALL, *flags, "--offload", "states", "--config", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(
+        r"[\d.]+ GB of optimizer states lie elsewhere: they are read and written once in a step", said
+    )
+    assert tomllib.loads(file.read_text())["optimizer"] == {"offload": "states"}
+    assert main(["train", "--config", str(file), "--dry-run", "8"]) == 0
+    large = ["plan", "--model", "llama3-70b", "--gpus", "8", "--tokens-per-step", "256K", "--seq", "4096"]
+    assert main(large) == 2
+    assert "use --offload states, take more GPUs" in capsys.readouterr().err
+    assert main([*SMALL, "--offload", "states", "--optimizer", "muon"]) == 2
+    assert "--offload states works only with --optimizer adamw" in capsys.readouterr().err
 
 
 @pytest.mark.second_tier

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import pyruntime
-from pyruntime.data_parallel import Muon, Offload, OffloadError, offload
-from pyruntime.plan.memory import OFFLOAD_BUFFERS
+from pyruntime.data_parallel import Muon, Offload, OffloadError
 from tests.data_parallel import cases
 from tests.data_parallel.test_ahead import NO_CLIPPING, made, states_of, stepped
 
@@ -244,7 +243,3 @@ def test_what_does_not_go_together_is_refused(tmp_path):
         pyruntime.shard(model, None).adamw(muon=Muon([model[0].weight]), offload=Offload(str(tmp_path)))
     with pytest.raises(ValueError, match="run_bytes=100 is no multiple of 64"):
         Offload(str(tmp_path), run_bytes=100)
-
-
-def test_buffers_are_few():
-    assert offload.RING * offload.ARRAYS * Offload("").run_bytes == OFFLOAD_BUFFERS

@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyruntime.cli.plan_facts import find_model
+from pyruntime.data_parallel.offload import ARRAYS, RING, Offload
 from pyruntime.data_parallel.shard import BUCKET_BYTES as OF_STAGES
 from pyruntime.pipeline import make_schedule
 from pyruntime.plan.memory import (
     BUCKET_BYTES,
+    OFFLOAD_BUFFERS,
     PAPER,
     layer_activations,
     memory_of_rank,
@@ -79,6 +81,15 @@ def test_stochastic_rounding_saves_the_master_weight_wherever_states_are_cut():
         assert Predictor(stochastic).step(mesh).optimizer == pytest.approx(
             Predictor(nearest).step(mesh).optimizer * 22 / 28
         )
+
+
+def test_offloaded_states_leave_their_buffers():
+    resident = job("llama3-8b", "dgx-h100", 8, 8)
+    for mesh in (Mesh(dp=8, zero=0), Mesh(dp=8, zero=1), Mesh(tp=8, zero=0)):
+        before = worst_memory(resident, mesh, TRAINER)
+        after = worst_memory(replace(resident, offload="states"), mesh, TRAINER)
+        assert after.optimizer == OFFLOAD_BUFFERS == RING * ARRAYS * Offload("").run_bytes
+        assert before.total - after.total == pytest.approx(before.optimizer - OFFLOAD_BUFFERS)
 
 
 def test_muon_keeps_one_moment_of_the_layers_matrices_and_the_matrices_it_owns():
