@@ -15,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("parallel", [{"dp": 2, "zero": 1}, {"dp": 2, "zero": 3}, {"tp": 2}], ids=str)
 @pytest.mark.second_tier(but=["{'dp': 2, 'zero': 1}"])
 def test_steps_are_bitwise_those_of_resident_states(ranks, tmp_path, parallel):
-    config = job(tmp_path, train={"dtype": "bf16", "ledger": True, "steps": 4}, parallel={"tp": 1} | parallel)
-    config = jobs.changed(config, "model", hidden_size=256, intermediate_size=512)
+    config = job(tmp_path, train={"dtype": "bf16", "ledger": True}, parallel={"tp": 1} | parallel)
+    config = jobs.changed(config, "model", hidden_size=128, intermediate_size=256)
     expected = learned(ranks, config, "sim", str(tmp_path / "resident"), delays=5)
     config = jobs.changed(config, "optimizer", offload="states")
     found = learned(ranks, config, "sim", str(tmp_path / "host"), delays=5)
@@ -27,10 +27,11 @@ def test_steps_are_bitwise_those_of_resident_states(ranks, tmp_path, parallel):
     assert "offload" not in read(tmp_path / "resident")[0].account.axes
 
 
+@pytest.mark.second_tier
 def test_a_run_on_devices_goes_on_from_its_checkpoint(ranks, tmp_path):
     """Saved and loaded on the host, where the states lie."""
     config = job(tmp_path, train={"dtype": "bf16", "steps": 4}, optimizer={"offload": "states"})
-    config = jobs.changed(config, "model", hidden_size=256, intermediate_size=512)
+    config = jobs.changed(config, "model", hidden_size=128, intermediate_size=256)
     config = jobs.changed(config, "parallel", tp=1, dp=2, zero=2)
     config = jobs.changed(config, "checkpoint", every_steps=2)
     expected = learned(ranks, config, "sim", str(tmp_path / "whole"))
