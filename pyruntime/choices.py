@@ -188,7 +188,8 @@ HostOrder = Annotated[
 """The order in which hosts fill the mesh: pyruntime/comm/links.py."""
 
 
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LORA_TARGETS = (*LORA_ATTENTION, "gate_proj", "up_proj", "down_proj")
 """The linears of a layer that may have an adapter, as peft names them: pyruntime/llama/adapters.py."""
 
 

@@ -20,7 +20,7 @@ from pyruntime.overlap.page import DATE, Prediction, page, ranks_in_words
 from pyruntime.overlap.trace import chrome_trace
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.text import short_repr
-from pyruntime.train import config_file, metrics, resolved
+from pyruntime.train import config_file, metrics, resolved, samples
 from pyruntime.train.config import MeshSizes, RunConfig, mesh_of, with_pieces
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.planned import estimate, planned, predicted
@@ -58,10 +58,11 @@ def main(argv: list[str]) -> None:
         mesh = _mesh(run_dir, ledgers)
         plan = _plan(run_dir, steps, mesh, options.cluster)
         facts = _facts(run_dir, steps, mesh)
+        said = samples.read(run_dir)
         if not ledgers:
             facts["ledger"] = "none; --train.ledger true keeps one"
     with writing(str(run_dir / PAGE)):
-        text = page(run_dir.resolve().name, facts, steps, ledgers, plan)
+        text = page(run_dir.resolve().name, facts, steps, ledgers, plan, said)
         (run_dir / PAGE).write_text(text, encoding="utf-8")
         if ledgers:
             (run_dir / TRACE).write_text(json.dumps(chrome_trace(ledgers), allow_nan=False), encoding="utf-8")

@@ -36,11 +36,12 @@ def check(lora: LoRA, config: LlamaConfig, slices: int, has_second_axis: bool) -
             f"An adapter needs a rank of at least 1 and a linear, found rank={lora.rank} and "
             f"targets={list(lora.targets)}."
         )
-    if config.mixture is not None or slices > 1 or has_second_axis:
+    if slices > 1 or has_second_axis:
         raise ValueError(
-            "Low-rank adapters do not fit a model with experts, causal slices or features cut over a second "
-            "axis; leave these out."
+            "Low-rank adapters do not fit causal slices or features cut over a second axis; leave these out."
         )
+    if why := config.why_no_adapters(lora.targets):
+        raise ValueError(f"{why[0].upper()}{why[1:]}.")
 
 
 def adapters_of(layer: nn.Module, lora: LoRA | None) -> nn.ModuleDict:
@@ -50,10 +51,12 @@ def adapters_of(layer: nn.Module, lora: LoRA | None) -> nn.ModuleDict:
         return found
     for name, parts in _LINEARS.items():
         wanted = [part for target, part in parts.items() if target in lora.targets]
+        if not wanted:
+            continue
         linear = getattr(layer, name)
-        if wanted and isinstance(linear, MergedColumnParallelLinear):
+        if isinstance(linear, MergedColumnParallelLinear):
             found[name] = ColumnAdapter(linear, wanted, lora.rank, lora.scale)
-        elif wanted:
+        else:
             assert isinstance(linear, RowParallelLinear)
             found[name] = RowAdapter(linear, lora.rank, lora.scale)
     return found

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from pyruntime.choices import LORA_ATTENTION
 from pyruntime.llama.families import (
     ARCHITECTURES,
     DIFFERENCES,
@@ -211,6 +212,16 @@ class LlamaConfig:
             "o_proj": (hidden, q),
         }
         return attention | {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+
+    def why_no_adapters(self, targets: Iterable[str]) -> str:
+        """Says which low-rank adapters this model cannot have, without full stop; empty if it has all."""
+        others = [name for name in targets if name not in LORA_ATTENTION]
+        if self.mixture is None or not others:
+            return ""
+        return (
+            f"a model with experts has adapters of attention alone, and {', '.join(others)} belong to its "
+            f"experts, which stay as they are; take the targets {' '.join(LORA_ATTENTION)}"
+        )
 
     def adapter_parameter_count(self, rank: int, targets: Iterable[str]) -> int:
         """Number of parameters of low-rank adapters of the linears in `targets`, in all layers."""

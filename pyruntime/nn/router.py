@@ -180,16 +180,16 @@ class _Logits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        wide = statistics_dtype(x)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.dtype, wide = x.dtype, statistics_dtype(x)
         return x.to(wide) @ weight.to(wide).T
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
-        dx = (grad @ weight.to(grad.dtype)).to(x.dtype)
-        return dx, (grad.T @ x.to(grad.dtype)).to(weight.dtype)
+        dx = (grad @ weight.to(grad.dtype)).to(ctx.dtype)
+        return dx, None if x is None else (grad.T @ x.to(grad.dtype)).to(weight.dtype)
 
 
 class Scores(ParallelModule):

@@ -130,22 +130,24 @@ def _(x, ids, weights, gate_up, down, gate_up_bias, down_bias, group, experts, c
     precise = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = _gathered_rows(x, group, 0, rows) if cut else x.shape[0]
     routed = torch.library.get_ctx().new_dynamic_size()
-    transposed = form[1]
+    transposed, keeps_inputs = form[1], form[7] if len(form) > 7 else True
+    kept = [torch.library.get_ctx().new_dynamic_size(), x.shape[1]] if keeps_inputs else [0]
     return [
         x.new_empty(x.shape),
         x.new_empty([rows, 2 * ids.shape[1]], dtype=precise),
         x.new_empty([routed, gate_up.shape[2 if transposed else 1]]),
-        x.new_empty([torch.library.get_ctx().new_dynamic_size(), x.shape[1]]),
+        x.new_empty(kept),
     ]
 
 
 @torch.library.register_fake("pyruntime::experts_backward")
-def _(grad, x, table, hidden, kept, gate_up, down, down_bias, *_):
+def _(grad, x, table, hidden, kept, gate_up, down, down_bias, *others):
     weights = table.new_empty([x.shape[0], table.shape[1] // 2])
-    found = [x.new_empty(x.shape), weights, gate_up.new_empty(gate_up.shape), down.new_empty(down.shape)]
+    found = [gate_up.new_empty(gate_up.shape), down.new_empty(down.shape)]
     if down_bias is not None:
         found += [
             gate_up.new_empty([gate_up.shape[0], hidden.shape[1]]),
             down_bias.new_empty(down_bias.shape),
         ]
-    return found
+    needed = [each for number, each in enumerate(found) if others[-2:][number % 2]]
+    return [x.new_empty(x.shape), weights, *needed]

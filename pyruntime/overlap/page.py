@@ -84,11 +84,14 @@ def page(
     metrics: Sequence[dict],
     ledgers: Sequence[RankLedger],
     plan: Prediction | None = None,
+    samples: Sequence[Mapping[str, str | None]] = (),
 ) -> str:
     """Returns the page's HTML.
 
     facts: values about the run, by their label. metrics: the records of metrics.jsonl. plan: None leaves out
-    the section about predictions. Times of a rank's timeline count from the beginning of its step.
+    the section about predictions. samples: of the model, each with "prompt", "before" and "after" training,
+    and "wanted", the answer in the data; what is None in all of them is left out. Times of a rank's timeline
+    count from the beginning of its step.
     """
     data = {
         "name": name,
@@ -97,6 +100,7 @@ def page(
         "facts": dict(facts),
         "metrics": list(metrics),
         "plan": plan and dataclasses.asdict(plan),
+        "samples": [dict(each) for each in samples],
         "ranks": [_rank(*each) for each in zip(ledgers, departures(ledgers), strict=True)],
         "places": _places(ledgers),
     }

@@ -238,6 +238,8 @@ def _states_of_rank(
         of_rank = -(-model.experts // mesh.experts_over)
         share = of_rank / -(-of_rank // mesh.experts_shard)
         of_experts = states(fullest, mesh, micro_batches, rules, share)
+        if job.adapters is not None:
+            of_experts = of_experts[0], 0.0, 0.0
         weights, gradients, optimizer = (
             sum(each) for each in zip((weights, gradients, optimizer), of_experts, strict=True)
         )

@@ -453,8 +453,9 @@ class Output:
     log_every: int = 10
     """Steps between two printed lines if there is no bar (metrics.jsonl holds every step)."""
     sample_tokens: int = 200
-    """Most tokens of the text generated at the end; the model's positions may end it earlier. 0: none. There
-    is also none if no rank can hold the whole model. `python -m pyruntime generate` makes others."""
+    """Most tokens of the text generated at the end, or of the answers to three held-out questions, together,
+    which a run on conversations also generates before the first step, unless it has stages. 0: none.
+    `python -m pyruntime generate` makes others."""
 
 
 @dataclasses.dataclass(frozen=True)

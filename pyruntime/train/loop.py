@@ -111,7 +111,9 @@ class Trainer:
         self._figures = figures_of(
             run, model, within, self.outer, runtime, self._slow is not None, self._preferences
         )
-        self._routers = [each for each in model.modules() if isinstance(each, SigmoidRouter)]
+        routers = [each for each in model.modules() if isinstance(each, SigmoidRouter)]
+        self._routers = [each for each in routers if each.weight.requires_grad]
+        """Those whose bias moves: a frozen router's does not."""
         self._guard = Guard(run.config.optimizer.spike_factor)
         self.lowest = LowestLoss(run.config.train.patience)
         self._val_loss: float | None = None

@@ -12,7 +12,7 @@ RUN_DIR/lock             names the process that writes here, while it lives
 RUN_DIR/ledger/          what every rank waited for, and behind what bytes were hidden (train.ledger)
 RUN_DIR/profile/         traces of single steps (train.profile)
 RUN_DIR/tensorboard/, wandb/
-RUN_DIR/loss.png, scorecard.json, scorecard.txt, sample.txt
+RUN_DIR/loss.png, scorecard.json, scorecard.txt, samples.jsonl
 """
 
 from __future__ import annotations
@@ -32,19 +32,33 @@ import torch
 from pyruntime import comm
 from pyruntime.comm import Runtime
 from pyruntime.comm.exchange import first_line
-from pyruntime.llama import Llama, generate, origin, save_hf
+from pyruntime.llama import Llama, origin, save_hf
 from pyruntime.llama.adapter_files import adapter_files, save_adapters
 from pyruntime.llama.hf import weight_files
 from pyruntime.overlap.account import table
 from pyruntime.overlap.files import RankLedger
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.plan.cluster import find_cluster
+<<<<<<< HEAD
 from pyruntime.train import agreement, checkpoint, checkpoint_folder, metrics, resolved, run_folder, scorecard
 from pyruntime.train.config import RunConfig, meets_every_step, spelled_out
+=======
+from pyruntime.train import (
+    agreement,
+    checkpoint,
+    checkpoint_folder,
+    metrics,
+    resolved,
+    run_folder,
+    samples,
+    scorecard,
+)
+from pyruntime.train.config import RunConfig, spelled_out
+>>>>>>> f46d0ed4 (The report shows answers to held-out questions before and after training; frozen experts get no gradient; LoRA beside experts)
 from pyruntime.train.data import corpus
 from pyruntime.train.data.chat_template import give_template
 from pyruntime.train.data.tokenizer import FILE_NAME as TOKENIZER_FILE
-from pyruntime.train.data.tokenizer import Tokenizer, prompt_ids
+from pyruntime.train.data.tokenizer import Tokenizer
 from pyruntime.train.disk import writing
 from pyruntime.train.errors import TrainingError, refusing
 from pyruntime.train.loop import Trainer
@@ -56,6 +70,7 @@ from pyruntime.train.progress import Progress
 from pyruntime.train.ranks import on_every_rank, on_rank_0, told_to_all
 from pyruntime.train.resolved import ResolvedRun, resolve
 from pyruntime.train.run_folder import Beginning
+from pyruntime.train.samples import Sampler
 from pyruntime.train.shape import open_model
 from pyruntime.train.signals import StopRequest
 from pyruntime.train.watching.heading import first_lines
@@ -66,9 +81,7 @@ from pyruntime.train.watching.watch import Watch
 from pyruntime.tuning.apply import Found, device_name, find, library, use
 from pyruntime.tuning.cache import default_path
 
-MODEL_FOLDER, ADAPTER_FOLDER, SAMPLE_FILE = "model", "adapter", "sample.txt"
-# The prompt begins a function in Python, the default text; small models ramble at temperature 1.
-SAMPLE_PROMPT, SAMPLE_TEMPERATURE = b"def ", 0.8
+MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapter"
 
 
 def run(config: RunConfig, name: str, runtime: Runtime, stop: StopRequest) -> Path:
@@ -123,6 +136,9 @@ class RankRun:
     """This rank's part of the model."""
     trainer: Trainer = dataclasses.field(init=False)
     watch: Watch = dataclasses.field(init=False)
+    sampler: Sampler = dataclasses.field(init=False)
+    answers: list[str] | None = None
+    """What the model answered before training, if it was asked."""
     first: int = 0
     """The step after which this process began."""
     bytes_moved: int = 0
@@ -186,6 +202,7 @@ def prepare(
     job = RankRun(run, runtime, stop, run_dir, progress, tokenizer, text)
     job.make_model("Making the model")
     _introduce(job, begun, _use_tuning(run, runtime))
+    _ask(job)
     job.watch = _watch(job)
     job.make_trainer()
     job.trainer.refer(job.say)
@@ -285,6 +302,19 @@ def _introduce(job: RankRun, begun: Beginning, tuned: str) -> None:
     if not run.config.model.init_from:
         job.say(begun.not_with_it)
     job.say(begun.left_out and f"{begun.left_out} The run goes on with {start_at}.")
+
+
+def _ask(job: RankRun) -> None:
+    """Chooses the prompts of the run, and asks those that are questions, unless stages have parts of the
+    model. Every rank calls it."""
+    config, tokenizer = job.run.config, job.tokenizer
+    ending = on_rank_0(
+        job.runtime.world, "Reading the chat template", lambda: samples.ending_of(config, tokenizer), str
+    )
+    job.sampler = Sampler(config, job.text, tokenizer, ending, job.model.config.max_position_embeddings)
+    job.say(str(job.sampler))
+    if job.sampler.asks and job.run.mesh.pp == 1:
+        job.answers = job.sampler.answers(job.model)
 
 
 def _go_on(job: RankRun, asked: ResolvedRun, saved: Sequence[Path]) -> None:
@@ -411,10 +441,10 @@ def finish(job: RankRun) -> None:
     on_rank_0(runtime.world, "Writing the report", lambda: _write_report(job))
     if job.ledger is not None:
         _write_ledger(job, job.ledger)
-    sample = _sample(job) if has_whole or not is_pipeline else None
+    answers = job.sampler.answers(job.model) if has_whole or not is_pipeline else []
     if job.is_rank_0:
-        with writing(job.run_dir / SAMPLE_FILE, job.trainer.what_is_saved()):
-            _close(job, sample)
+        with writing(job.run_dir / samples.FILE_NAME, job.trainer.what_is_saved()):
+            _close(job, job.sampler.samples(job.answers, answers))
 
 
 def _best(job: RankRun) -> Path | None:
@@ -497,29 +527,11 @@ def _write_ledger(job: RankRun, entered: StepLedger) -> None:
             job.say(f"\nLedger of rank 0, {kept.saves} savings of a checkpoint\n{table(kept.saved)}")
 
 
-def _sample(job: RankRun) -> str | None:
-    """Returns the prompt and the model's continuation; None if no sample is wanted. Every rank calls it."""
-    config, model, tokenizer = job.run.config, job.model, job.tokenizer
-    prompt = prompt_ids(tokenizer, SAMPLE_PROMPT)
-    tokens = min(config.output.sample_tokens, model.config.max_position_embeddings - len(prompt))
-    if tokens < 1 or not prompt:
-        return None
-    ids = generate(
-        model.eval(),
-        torch.tensor([prompt], device=model.embed.weight.device),
-        tokens,
-        temperature=SAMPLE_TEMPERATURE,
-        seed=config.train.seed,
-        eos_token_id=tokenizer.separator,
-    )
-    return tokenizer.decode(ids[0, len(tokenizer.begin) :].tolist())
-
-
-def _close(job: RankRun, sample: str | None) -> None:
-    """Writes and prints the sample, and prints where everything is."""
-    if sample is not None:
-        (job.run_dir / SAMPLE_FILE).write_text(sample + "\n", encoding="utf-8")
-        job.progress.say(f"\nSample\n{sample}")
+def _close(job: RankRun, found: list[dict[str, str | None]]) -> None:
+    """Writes and prints the samples, and prints where everything is."""
+    samples.write(found, job.run_dir)
+    if found:
+        job.progress.say(f"\n{samples.as_text(found)}")
     config = job.run.config
     what = "adapters" if config.lora.rank else "weights"
     job.progress.say(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from pyruntime import ops
 from pyruntime.comm import group_rank, group_size
-from pyruntime.ops.experts import ExpertForm
+from pyruntime.ops.experts import SWIGLU, ExpertForm
 from tests.ranks import RankError
 from tests.transports import TRANSPORTS, on_transport
 
@@ -177,6 +178,63 @@ def test_weights_of_llama_4_scale_what_experts_take(ranks, transport):
         for cut in (True, False):
             options = {"cut": cut, "form": LLAMA4}
             ranks.run(on_transport, 3, transport, case, i, 41, 7, 3, "random", dtype, options)
+
+
+def of_each_way(group, dtype, cut, gpt_oss, form):
+    """By which of gate_up and down train: y and the gradients of x and weights, those of the matrices and
+    biases, and the bytes kept for the backward pass."""
+    x, ids, weights, gate_up, down, *biases, grad = operands(7, 41, 7, 3, "random", dtype, gpt_oss)
+    rows = [own(x, group, cut).to(dtype), own(weights, group, cut).float()]
+    matrices = [own_experts(each, group).to(dtype) for each in (gate_up, down, *biases)]
+    found = {}
+    for trains in itertools.product((True, False), repeat=2):
+        given = [each.clone().requires_grad_() for each in rows]
+        held = [each.clone().requires_grad_(trains[i % 2]) for i, each in enumerate(matrices)]
+        named = dict(zip(("gate_up_bias", "down_bias"), held[2:], strict=False))
+        kept: dict[int, int] = {}
+
+        def keep(saved, kept=kept):
+            kept[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+            y = ops.experts(
+                given[0],
+                own(ids, group, cut),
+                given[1],
+                *held[:2],
+                group,
+                experts=7,
+                cut=cut,
+                form=form,
+                **named,
+            )
+        y.backward(own(grad, group, cut).to(dtype))
+        found[trains] = (
+            [y.detach(), *(each.grad for each in given)],
+            [each.grad for each in held],
+            sum(kept.values()),
+        )
+    return found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("kind", ["swiglu", "gpt_oss", "llama4"])
+@pytest.mark.second_tier(but=["swiglu-symmetric_memory", "gpt_oss-process_group"])
+def test_frozen_experts_get_no_gradient_and_change_no_other(ranks, transport, kind):
+    """Rows that only the gradient of gate_up reads are not kept."""
+    form = {"swiglu": SWIGLU, "gpt_oss": GPT_OSS, "llama4": LLAMA4}[kind]
+    for cut in (True, False):
+        for found in ranks.run(
+            on_transport, 3, transport, of_each_way, torch.bfloat16, cut, kind == "gpt_oss", form
+        ):
+            of_rows, of_matrices, kept = found[True, True]
+            for trains, (rows, matrices, less) in found.items():
+                assert all(map(torch.equal, rows, of_rows)), trains
+                for i, (each, expected) in enumerate(zip(matrices, of_matrices, strict=True)):
+                    assert torch.equal(each, expected) if trains[i % 2] else each is None, (trains, i)
+                keeps_inputs = trains[0] or kind == "llama4"
+                assert less == kept if keeps_inputs else less < kept, trains
 
 
 def joined(gate: Tensor, up: Tensor, group) -> list[Tensor]:

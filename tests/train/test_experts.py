@@ -282,7 +282,7 @@ def test_a_run_leaves_the_experts_of_all_ranks_and_goes_on_over_others(ranks, co
     weights = load_hf(folder / "model").state_dict()
     assert sum("experts" in name for name in weights) == 2 * (MODEL.num_hidden_layers - MODEL.dense_layers)
     assert all(torch.equal(value, state[name]) for name, value in weights.items())
-    assert (folder / "sample.txt").is_file()
+    assert (folder / "samples.jsonl").is_file()
     runs = {
         name: jobs.changed(config, "output", run_dir=str(tmp_path / name))
         for name in ("whole", "on", "other")

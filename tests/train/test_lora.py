@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from pyruntime import comm
-from pyruntime.choices import LORA_TARGETS
+from pyruntime.choices import LORA_ATTENTION, LORA_TARGETS
 from pyruntime.cli import main
 from pyruntime.cli.dry_run import report
 from pyruntime.llama import Llama, save_hf
+from pyruntime.nn import SigmoidRouter
 from pyruntime.train import config_file
 from pyruntime.train.checkpoint_folder import find
 from pyruntime.train.config import Grid, Model, RunConfig, Train, mesh_of
@@ -29,7 +30,7 @@ from pyruntime.train.resolved import check
 from pyruntime.train.run import run
 from pyruntime.train.signals import StopRequest
 from tests.ranks import RankError
-from tests.train import jobs
+from tests.train import jobs, test_experts
 from tools import check_parity as parity
 
 MODEL = Model(
@@ -120,6 +121,30 @@ def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
     assert parity.difference(found[0], whole[micro_batches]) <= parity.TOLERANCE
 
 
+@pytest.fixture(scope="module")
+def beside_experts(config):
+    config = jobs.changed(config, "model", **vars(test_experts.MODEL), **test_experts.SIGMOID)
+    return jobs.changed(config, "lora", targets=LORA_ATTENTION)
+
+
+@pytest.fixture(scope="module")
+def whole_beside_experts(ranks, beside_experts):
+    return {n: ranks.run(steps_of, 1, jobs.on_mesh(beside_experts, n))[0] for n in (1, 2)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tp3", "tp2 dp2 zero3", "tp2 pp2 zb-v", "dp4 zero3 ep2", "tp2 dp2 zero1 ep4", "tp2 cp2 zero2 ep4"],
+)
+@pytest.mark.second_tier(but=["tp2 dp2 zero3", "tp2 pp2 zb-v", "dp4 zero3 ep2"])
+def test_so_they_are_beside_frozen_experts(ranks, beside_experts, whole_beside_experts, name):
+    micro_batches, sizes = test_experts.MESHES[name]
+    asked = jobs.on_mesh(beside_experts, micro_batches, **sizes)
+    found = ranks.run(steps_of, mesh_of(asked, 1).ranks, asked)
+    assert found[0] == found[-1]
+    assert parity.difference(found[0], whole_beside_experts[micro_batches]) <= parity.TOLERANCE
+
+
 @pytest.mark.parametrize("name", ["tp2 dp2 zero3", "tp2 cp2 zero2"])
 @pytest.mark.second_tier
 def test_so_they_are_between_hosts(ranks, config, whole, name):
@@ -134,6 +159,9 @@ def held(group, config):
     trainer = jobs.trainer(group, config)
     named = dict(trainer.model.named_parameters())
     frozen = {name: p.clone() for name, p in named.items() if not p.requires_grad}
+    biases = [
+        (each, each.bias.clone()) for each in trainer.model.modules() if isinstance(each, SigmoidRouter)
+    ]
     names = {id(p): name for name, p in named.items()}
     reduced = {names[id(p)] for bucket in trainer.sharded.buckets for p in bucket.parameters}
     steps = trainer.fit()
@@ -147,14 +175,19 @@ def held(group, config):
         for state in (trainer.optimizer.state_dict(), trainer.sharded.state_dict())
     )
     assert all(p.grad is None and torch.equal(p, frozen[name]) for name, p in named.items() if name in frozen)
+    assert all(torch.equal(router.bias, bias) for router, bias in biases)
     trainer.close()
     return reduced, frozen.keys() & reduced, states, saved, received
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_frozen_weights_have_no_gradient_no_state_and_no_traffic(ranks, config, tmp_path, dtype):
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "experts"])
+def test_frozen_weights_have_no_gradient_no_state_and_no_traffic(
+    ranks, config, beside_experts, tmp_path, kind
+):
     """On four data-parallel ranks, at a stage that cuts nothing: adapters alone have two fp32 moments, and in
-    bf16 an fp32 master."""
+    bf16 an fp32 master. Biases of frozen routers stay too."""
+    dtype = "bf16" if kind == "bf16" else "fp32"
+    config = beside_experts if kind == "experts" else config
     config = jobs.changed(jobs.on_mesh(config, 1, dp=4, zero=0), "output", run_dir=str(tmp_path))
     config = jobs.changed(config, "train", dtype=dtype)
     count, size = jobs.resolved(config, 4).adapters, 4 if dtype == "fp32" else 2
@@ -313,7 +346,12 @@ REFUSED = [
         "data_parallel.weight_wire=bf16 does not",
     ),
     ({"train": {"check_types": True}}, "train.check_types=true does not"),
-    ({"model": {"experts": 4}}, "lora.rank=5 does not support a model with experts"),
+    (
+        {"model": {"experts": 4}},
+        "lora.targets: a model with experts has adapters of attention alone, and gate_proj, up_proj, "
+        "down_proj belong to its experts, which stay as they are; take the targets q_proj k_proj v_proj "
+        "o_proj.",
+    ),
     ({"lora": {"targets": ("lm_head",)}}, "lora.targets names lm_head"),
     ({"lora": {"targets": ("all",)}}, "or leave it out for all of them."),
     ({"lora": {"targets": ("q_proj,v_proj",)}}, "lora.targets=q_proj,v_proj is one name with a comma"),

@@ -52,7 +52,7 @@ def on_a_full_disk(group, config, what):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    name = {"metrics.jsonl": "MetricsFile", "sample.txt": "_close"}[what]
+    name = {"metrics.jsonl": "MetricsFile", "samples.jsonl": "_close"}[what]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(TrainingError) as refused:
         patch.setattr(f"pyruntime.train.run.{name}", full)
         whole_run(group, config)
@@ -69,12 +69,12 @@ def finished(request, tmp_path_factory):
     return folder, config
 
 
-@pytest.mark.parametrize("what", ["metrics.jsonl", "sample.txt"])
-@pytest.mark.second_tier("sample.txt")
+@pytest.mark.parametrize("what", ["metrics.jsonl", "samples.jsonl"])
+@pytest.mark.second_tier("samples.jsonl")
 def test_a_disk_that_is_full_at_either_end_of_a_run_is_named(ranks, tmp_path, what):
     (outcome,) = ranks.launch(on_a_full_disk, 1, jobs.job(tmp_path, steps=1), what)
     message = outcome.value
-    saved = "go on with" if what == "sample.txt" else "nothing was saved"
+    saved = "go on with" if what == "samples.jsonl" else "nothing was saved"
     assert f"{what} cannot be written: No space left on device (" in message and saved in message
 
 
@@ -98,7 +98,7 @@ def test_everything_that_was_promised_is_there(finished):
     folder, config = finished
     assert config_file.load(folder / "config.toml") == config
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (folder / "sample.txt").read_text().startswith("def ")
+    assert (folder / "samples.jsonl").read_text().startswith("def ")
     card = json.loads((folder / "scorecard.json").read_text())
     assert card["ranks"] == 2 and card["bytes_per_step"] > 0 and 0 < card["exposed_share"] < 1
     assert {use["op"] for use in card["tiers"]} >= {"all_gather_matmul", "matmul_reduce_scatter"}
@@ -155,7 +155,7 @@ def test_a_run_is_lengthened_in_its_folder_whatever_its_path(ranks, finished, tm
 def test_a_vocabulary_larger_than_the_bytes_is_sampled_and_loaded(ranks, tmp_path):
     config = jobs.changed(jobs.job(tmp_path, steps=1), "model", vocab_size=2048)
     (folder, _) = ranks.run(whole_run, 2, jobs.changed(config, "output", sample_tokens=32))
-    assert (folder / "sample.txt").read_text().startswith("def ")
+    assert (folder / "samples.jsonl").read_text().startswith("def ")
     assert isinstance(load_beside(folder / "model", 2048), ByteTokenizer)
 
 
@@ -170,7 +170,7 @@ def test_plot_and_scorecard_are_there_though_sampling_fails(ranks, tmp_path):
     config = jobs.job(tmp_path, steps=1)
     ranks.run(no_sample, 2, config)
     there = {path.name for path in Path(config.output.run_dir).iterdir()}
-    assert there >= {"loss.png", "scorecard.json", "scorecard.txt", "model"} and "sample.txt" not in there
+    assert there >= {"loss.png", "scorecard.json", "scorecard.txt", "model"} and "samples.jsonl" not in there
 
 
 def test_runs_are_numbered(tmp_path, monkeypatch):

@@ -329,15 +329,20 @@ at::Tensor weighted(const at::Tensor& rows, const at::Tensor& weights) {
   return (rows * weights.unsqueeze(-1)).to(rows.scalar_type());
 }
 
+// Whether the backward reads the rows of x: for the gradient of gate_up, or of the weights.
+bool reads_inputs(bool has_gradient, bool scales_input) {
+  return has_gradient || scales_input;
+}
+
 // Returns {y, table, hidden, kept}: this rank's rows of the result; for the backward the experts and weights
 // of all ranks' rows [rows, 2k], gate_up's results [routed, 2F], and between hosts the routed rows of x
-// [routed, D].
+// [routed, D]. Without `keep_inputs` the latter is [0].
 Tensors experts(const at::Tensor& x_shard, const at::Tensor& ids, const at::Tensor& weights,
                 const at::Tensor& gate_up, const at::Tensor& down,
                 const std::optional<at::Tensor>& gate_up_bias, const std::optional<at::Tensor>& down_bias,
                 c10::string_view group_name, int64_t experts, bool cut, c10::SymInt all_rows,
                 c10::string_view tier, bool transposed, bool interleaved, bool scales_input, double alpha,
-                double limit, double shift) {
+                double limit, double shift, bool keep_inputs) {
   const Operand x = Operand::of(x_shard, 0, "x");
   const Parameters of{gate_up, down, gate_up_bias.value_or(at::Tensor()), down_bias.value_or(at::Tensor()),
                       transposed};
@@ -352,8 +357,8 @@ Tensors experts(const at::Tensor& x_shard, const at::Tensor& ids, const at::Tens
   if (cut) table = gathered(group, table, route.rows);
   const ExpertRows routed(table, held.first, held.count, pads(gate_up, table, experts));
   const at::Tensor hidden = at::empty({routed.size(), 2 * of.features()}, x_shard.options());
-  const bool keep = cut && group.crosses_hosts(x_shard.device());
-  const at::Tensor kept = at::empty({keep ? routed.size() : 0, x.width}, x_shard.options());
+  const bool keep = keep_inputs && cut && group.crosses_hosts(x_shard.device());
+  at::Tensor kept = at::empty({keep ? routed.size() : 0, x.width}, x_shard.options());
   const at::Tensor of_outputs = scales_input ? at::ones_like(routed.weights()) : routed.weights();
   ExpertGemms up(gate_up, !transposed, routed, of.gate_up_bias), back(down, !transposed, routed);
   SumsOfExperts sums(
@@ -373,53 +378,67 @@ Tensors experts(const at::Tensor& x_shard, const at::Tensor& ids, const at::Tens
   rows_of_x.finish();
   const at::Tensor y = scatter.finish().view(x_shard.sizes());
   if (keep) routed.clear_padding(kept);
+  if (!keep_inputs) kept = kept.view({0});  // tells the backward that it has none
   return {y, table, hidden, kept};
 }
 
-// Returns {dx, dweights [own rows, k], dgate_up, ddown} and, if there are biases, their gradients. Those of
-// the experts' parameters run while the sums of dx travel; undefined if a sink took their operands.
+// Returns {dx, dweights [own rows, k], dgate_up, ddown} and, if there are biases, their gradients; of
+// matrices and their biases those that are needed. They run while the sums of dx travel; undefined if a sink
+// took their operands.
 Tensors experts_backward(const at::Tensor& grad, const at::Tensor& x_shard, const at::Tensor& table,
                          const at::Tensor& hidden, const at::Tensor& kept, const at::Tensor& gate_up,
                          const at::Tensor& down, const std::optional<at::Tensor>& down_bias,
                          c10::string_view group_name, int64_t experts, bool cut, c10::string_view tier,
                          bool transposed, bool interleaved, bool scales_input, double alpha, double limit,
-                         double shift) {
-  const Operand x = Operand::of(x_shard, 0, "x"), dy = Operand::of(grad.contiguous(), 0, "grad");
+                         double shift, bool need_gate_up, bool need_down) {
+  const bool reads_x = reads_inputs(need_gate_up, scales_input);
+  const Operand x = reads_x ? Operand::of(x_shard, 0, "x") : Operand::form_of(x_shard, 0, "x");
+  const Operand dy = Operand::of(grad.contiguous(), 0, "grad");
   const layers::Gating gating{alpha, limit, shift, interleaved};
   Group& group = Group::get(std::string(group_name));
   const Held held = held_by(group, experts);
   const c10::DeviceGuard on(x_shard.device());
   const int64_t features = hidden.size(1) / 2;
   const Route route = route_of("experts_backward", dy, features, group_name, tier, cut, table.size(0));
-  const bool was_kept = cut && group.crosses_hosts(x_shard.device());
   AllRows rows_of_dy(route, dy, cut);
   std::optional<AllRows> rows_of_x;
-  if (!was_kept) rows_of_x.emplace(route, x, cut);
+  const bool was_kept = kept.dim() == 2 && cut && group.crosses_hosts(x_shard.device());
+  if (reads_x && !was_kept) rows_of_x.emplace(route, x, cut);
   const ExpertRows routed(table, held.first, held.count, pads(gate_up, table, experts));
-  const auto empty = [&](int64_t width) { return at::empty({routed.size(), width}, x_shard.options()); };
-  const at::Tensor dy_rows = empty(x.width), dhidden = empty(2 * features), products = empty(features);
-  const at::Tensor x_rows = was_kept ? kept : empty(x.width);
+  // What only the gradient of a matrix reads of all rows; else of the rows that are computed at once.
+  const auto empty = [&](int64_t rows, int64_t width) { return at::empty({rows, width}, x_shard.options()); };
+  const auto for_all = [&](bool needed, int64_t width) {
+    return needed ? empty(routed.size(), width) : at::Tensor();
+  };
+  const auto rows_in = [&](const at::Tensor& all, const ExpertRows::Run& run, int64_t width) {
+    return all.defined() ? run.of(all) : empty(run.count, width);
+  };
+  const at::Tensor dy_rows = for_all(need_down, x.width), products = for_all(need_down, features);
+  const at::Tensor dhidden = for_all(need_gate_up, 2 * features);
+  const at::Tensor x_rows = was_kept ? kept : for_all(reads_x, x.width);
   const at::Tensor dp = at::zeros({table.size(0) * table.size(1) / 2}, table.options());
   const at::Tensor of_outputs = scales_input ? at::ones_like(routed.weights()) : routed.weights();
   ExpertGemms through_down(down, transposed, routed), through_up(gate_up, transposed, routed);
   SumsOfExperts sums(
       route, x, routed, rows_at_once(route, routed, gate_up), [&](const Share& share, const at::Tensor& out) {
         const ExpertRows::Run& run = share.run;
-        rows_of_dy.copy(routed, share, run.of(dy_rows));
+        const at::Tensor dy_run = rows_in(dy_rows, run, x.width);
+        const at::Tensor dhidden_run = rows_in(dhidden, run, 2 * features);
+        rows_of_dy.copy(routed, share, dy_run);
         if (rows_of_x) rows_of_x->copy(routed, share, run.of(x_rows));
-        const at::Tensor dproduct = at::empty({run.count, features}, x_shard.options());
-        through_down.write(share, dproduct, run.of(dy_rows));
+        const at::Tensor dproduct = empty(run.count, features);
+        through_down.write(share, dproduct, dy_run);
         const at::Tensor dots = at::empty({run.count}, table.options());
-        layers::weighted_gating_backward(dproduct, run.of(hidden), run.of(of_outputs), gating,
-                                         run.of(dhidden), run.of(products), dots);
-        through_up.write(share, out, run.of(dhidden));
+        layers::weighted_gating_backward(dproduct, run.of(hidden), run.of(of_outputs), gating, dhidden_run,
+                                         rows_in(products, run, features), dots);
+        through_up.write(share, out, dhidden_run);
         if (scales_input) {
           dots.copy_((run.of(x_rows).to(dots.scalar_type()) * out).sum(-1));
           out.copy_(weighted(out, run.of(routed.weights())));
         } else if (down_bias) {
           for_each_expert(routed, share, [&](int64_t expert, const ExpertRows::Run& own) {
             const at::Tensor bias = down_bias->select(0, expert).to(dots.scalar_type());
-            own.of(dots).add_(at::mv(own.of(run.of(dy_rows)).to(dots.scalar_type()), bias));
+            own.of(dots).add_(at::mv(own.of(dy_run).to(dots.scalar_type()), bias));
           });
         }
         // On a device there is no padding.
@@ -429,23 +448,34 @@ Tensors experts_backward(const at::Tensor& grad, const at::Tensor& x_shard, cons
   MatmulScatter scatter(route, sums.parts(), /*all=*/!cut);
   rows_of_dy.finish();
   if (rows_of_x) rows_of_x->finish();
-  for (const at::Tensor& values : {dy_rows, dhidden, products}) routed.clear_padding(values);
-  if (!was_kept) routed.clear_padding(x_rows);
-  const at::Tensor inputs = scales_input ? weighted(x_rows, routed.weights()) : x_rows;
+  for (const at::Tensor& values : {dy_rows, dhidden, products, was_kept ? at::Tensor() : x_rows}) {
+    if (values.defined()) routed.clear_padding(values);
+  }
   const auto gradient = [&](const at::Tensor& stack, const at::Tensor& out_rows, const at::Tensor& in_rows) {
     return stack_gradient(stack, transposed ? in_rows : out_rows, transposed ? out_rows : in_rows,
                           routed.ends());
   };
-  Tensors of_parameters{gradient(gate_up, dhidden, inputs), gradient(down, dy_rows, products)};
-  if (down_bias) {
-    of_parameters.push_back(gate_up.new_empty({held.count, 2 * features}));
-    of_parameters.push_back(down_bias->new_empty(down_bias->sizes()));
+  Tensors of_parameters;
+  if (need_gate_up) {
+    const at::Tensor inputs = scales_input ? weighted(x_rows, routed.weights()) : x_rows;
+    of_parameters.push_back(gradient(gate_up, dhidden, inputs));
+  }
+  if (need_down) of_parameters.push_back(gradient(down, dy_rows, products));
+  if (down_bias && need_gate_up) {
+    const at::Tensor dbias = gate_up.new_empty({held.count, 2 * features});
+    for (int64_t expert = 0; expert < held.count; ++expert) {
+      dbias.select(0, expert).copy_(routed.of(expert).of(dhidden).sum(0));
+    }
+    of_parameters.push_back(dbias);
+  }
+  if (down_bias && need_down) {
+    const at::Tensor dbias = down_bias->new_empty(down_bias->sizes());
     for (int64_t expert = 0; expert < held.count; ++expert) {
       const ExpertRows::Run run = routed.of(expert);
       const at::Tensor dy_of = run.of(dy_rows).to(table.scalar_type());
-      of_parameters[2].select(0, expert).copy_(run.of(dhidden).sum(0));
-      of_parameters[3].select(0, expert).copy_(at::mv(dy_of.t(), run.of(of_outputs)));
+      dbias.select(0, expert).copy_(at::mv(dy_of.t(), run.of(of_outputs)));
     }
+    of_parameters.push_back(dbias);
   }
   const at::Tensor dx = scatter.finish().view(x_shard.sizes());
   // Every weight belongs to one expert, so only one rank's term is not zero.
@@ -466,15 +496,19 @@ struct Experts : Function<Experts> {
                                const std::optional<at::Tensor>& down_bias, c10::string_view group,
                                int64_t count, bool cut, const c10::SymInt& rows, c10::string_view tier,
                                bool transposed, bool interleaved, bool scales_input, double alpha,
-                               double limit, double shift) {
+                               double limit, double shift, bool /*keep_inputs*/) {
+    const bool has_gradient =
+        gate_up.requires_grad() || (gate_up_bias.has_value() && gate_up_bias->requires_grad());
+    const bool keep_inputs = reads_inputs(has_gradient, scales_input);
     variable_list outputs = [&] {
       at::AutoDispatchBelowADInplaceOrView guard;
       return Operator<experts>::call(x, ids, weights, gate_up, down, gate_up_bias, down_bias, group, count,
                                      cut, rows, tier, transposed, interleaved, scales_input, alpha, limit,
-                                     shift);
+                                     shift, keep_inputs);
     }();
-    ctx->save_for_backward({x, saved_output(outputs[1]), saved_output(outputs[2]), saved_output(outputs[3]),
-                            gate_up, down, down_bias.value_or(at::Tensor())});
+    const at::Tensor inputs = keep_inputs ? x : saved_input(x, {});
+    ctx->save_for_backward({inputs, saved_output(outputs[1]), saved_output(outputs[2]),
+                            saved_output(outputs[3]), gate_up, down, down_bias.value_or(at::Tensor())});
     ctx->saved_data["group"] = std::string(group);
     ctx->saved_data["experts"] = count;
     ctx->saved_data["cut"] = cut;
@@ -492,15 +526,24 @@ struct Experts : Function<Experts> {
     const Tensors saved = ctx->get_saved_variables();
     const std::vector<double> gating = ctx->saved_data["gating"].toDoubleVector();
     const std::optional<at::Tensor> bias = saved[6].defined() ? std::optional(saved[6]) : std::nullopt;
+    // Inputs 3 and 4 are the matrices, 5 and 6 their biases.
+    const auto needs = [&](size_t input) {
+      return ctx->needs_input_grad(input) || (bias && ctx->needs_input_grad(input + 2));
+    };
+    const bool needed[] = {needs(3), needs(4)};
     const Tensors found = Operator<experts_backward>::call(
         grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], bias,
         ctx->saved_data["group"].toStringRef(), ctx->saved_data["experts"].toInt(),
         ctx->saved_data["cut"].toBool(), ctx->saved_data["tier"].toStringRef(),
         ctx->saved_data["transposed"].toBool(), ctx->saved_data["interleaved"].toBool(),
-        ctx->saved_data["scales_input"].toBool(), gating[0], gating[1], gating[2]);
-    variable_list result(18);
+        ctx->saved_data["scales_input"].toBool(), gating[0], gating[1], gating[2], needed[0], needed[1]);
+    variable_list result(19);
     result[0] = found[0];
-    std::copy(found.begin() + 1, found.end(), result.begin() + 2);
+    result[2] = found[1];
+    size_t next = 2;
+    for (size_t input = 3; input < (bias ? 7 : 5); ++input) {
+      if (needed[(input - 3) % 2]) result[input] = found[next++];
+    }
     return result;
   }
 };
@@ -512,12 +555,14 @@ void register_experts(torch::Library& m) {
       m,
       "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias, "
       "Tensor? down_bias, str group, int experts, bool cut, SymInt rows, str tier, bool transposed, "
-      "bool interleaved, bool scales_input, float alpha, float limit, float shift) -> Tensor[]");
+      "bool interleaved, bool scales_input, float alpha, float limit, float shift, "
+      "bool keep_inputs=True) -> Tensor[]");
   Operator<experts_backward>::define(
       m,
       "experts_backward(Tensor grad, Tensor x, Tensor table, Tensor hidden, Tensor kept, Tensor gate_up, "
       "Tensor down, Tensor? down_bias, str group, int experts, bool cut, str tier, bool transposed, "
-      "bool interleaved, bool scales_input, float alpha, float limit, float shift) -> Tensor[]");
+      "bool interleaved, bool scales_input, float alpha, float limit, float shift, bool need_gate_up, "
+      "bool need_down) -> Tensor[]");
 }
 
 }  // namespace pyruntime

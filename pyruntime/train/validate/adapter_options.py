@@ -67,13 +67,12 @@ def check_lora(config: RunConfig) -> None:
 
 def check_lora_of(config: RunConfig, shape: LlamaConfig) -> None:
     """Raises ConfigError for adapters of a model that cannot have them."""
+    if config.lora.rank == 0:
+        return
+    why = shape.why_no_adapters(config.lora.targets)
+    require(not why, f"lora.targets: {why}.")
     require(
-        config.lora.rank == 0 or shape.mixture is None,
-        f"lora.rank={config.lora.rank} does not support a model with experts; leave it out, and all weights "
-        "train.",
-    )
-    require(
-        config.lora.rank == 0 or not shape.merged_files,
+        not shape.merged_files,
         f"lora.rank={config.lora.rank} does not support a model whose files hold q, k and v in one tensor "
         "(Phi-3), which peft gives one adapter; leave it out, and all weights train.",
     )
