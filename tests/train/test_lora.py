@@ -123,7 +123,7 @@ def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
 
 @pytest.fixture(scope="module")
 def beside_experts(config):
-    config = jobs.changed(config, "model", **vars(test_experts.MODEL), **test_experts.SIGMOID)
+    config = jobs.changed(config, "model", **vars(test_experts.MODEL))
     return jobs.changed(config, "lora", targets=LORA_ATTENTION)
 
 
@@ -187,7 +187,7 @@ def test_frozen_weights_have_no_gradient_no_state_and_no_traffic(
     """On four data-parallel ranks, at a stage that cuts nothing: adapters alone have two fp32 moments, and in
     bf16 an fp32 master. Biases of frozen routers stay too."""
     dtype = "bf16" if kind == "bf16" else "fp32"
-    config = beside_experts if kind == "experts" else config
+    config = test_experts.by_sigmoid(beside_experts) if kind == "experts" else config
     config = jobs.changed(jobs.on_mesh(config, 1, dp=4, zero=0), "output", run_dir=str(tmp_path))
     config = jobs.changed(config, "train", dtype=dtype)
     count, size = jobs.resolved(config, 4).adapters, 4 if dtype == "fp32" else 2
