@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,7 +13,6 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from pyruntime import comm
@@ -230,19 +231,19 @@ def whole_run(group, config):
     return run(config, "job", jobs.runtime(group, config), StopRequest())
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=str)
-@pytest.mark.second_tier(but=["{'tp': 2, 'pp': 2}"])
-def test_a_run_leaves_adapters_that_peft_reads_and_that_merge(ranks, tmp_path, sizes, capsys):
+@pytest.mark.parametrize("kind", ["tp2", "tp2 pp2", "tp2 experts"])
+@pytest.mark.second_tier(but=["tp2 pp2"])
+def test_a_run_leaves_adapters_that_peft_reads_and_that_merge(ranks, tmp_path, kind, capsys):
     config = jobs.job(tmp_path, steps=4, val_every=2)
+    targets: tuple[str, ...] = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+    if kind == "tp2 experts":
+        config, targets = jobs.changed(config, "model", experts=4), ("q_proj", "o_proj")
     shape = jobs.resolved(config).shape
     save_hf(Llama(shape, seed=4), tmp_path / "base")
-    config = jobs.changed(config, "model", preset="", hidden_size=None, intermediate_size=None)
-    config = jobs.changed(config, "model", init_from=str(tmp_path / "base"))
-    config = jobs.changed(
-        config, "lora", rank=4, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
-    )
-    config = jobs.changed(config, "parallel", **sizes)
-    (folder, *_) = ranks.run(whole_run, sizes["tp"] * sizes.get("pp", 1), config)
+    config = dataclasses.replace(config, model=Model(init_from=str(tmp_path / "base")))
+    config = jobs.changed(config, "lora", rank=4, targets=targets)
+    config = jobs.changed(config, "parallel", tp=2, pp=2 if kind == "tp2 pp2" else 1)
+    (folder, *_) = ranks.run(whole_run, mesh_of(config, 1).ranks, config)
     assert not (folder / "model").exists()
     settings = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(tmp_path / "base") and settings["r"] == 4
@@ -254,10 +255,12 @@ def test_a_run_leaves_adapters_that_peft_reads_and_that_merge(ranks, tmp_path, s
         assert main(["convert", *where, *options]) == 0
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         assert (tmp_path / "alone" / name).read_bytes() == (folder / "adapter" / name).read_bytes()
-    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
-    theirs = peft.PeftModel.from_pretrained(theirs, folder / "adapter").merge_and_unload().state_dict()
-    merged = load_file(tmp_path / "merged" / "model.safetensors")
-    base = load_file(tmp_path / "base" / "model.safetensors")
+    base, merged = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / each) for each in ("base", "merged")
+    )
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder / "adapter")
+    theirs = theirs.merge_and_unload().state_dict()
+    base, merged = base.state_dict(), merged.state_dict()
     for name, tensor in merged.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-6, atol=1e-6)
     moved = {name.split(".")[-2] for name, tensor in merged.items() if not torch.equal(tensor, base[name])}
@@ -275,7 +278,7 @@ def test_a_run_leaves_adapters_that_peft_reads_and_that_merge(ranks, tmp_path, s
     )
     assert "restore the model that model.init_from names there" in capsys.readouterr().err
     with pytest.raises(RankError, match=r"was saved with adapters=rank=4 alpha=32 on .*of weights"):
-        ranks.run(jobs.history, sizes["tp"] * sizes.get("pp", 1), config, find(folder))
+        ranks.run(jobs.history, mesh_of(config, 1).ranks, config, find(folder))
     save_hf(Llama(shape, seed=4), tmp_path / "base")
 
     # They begin another run where this one ended.
