@@ -295,6 +295,8 @@ def memory_of_rank(
     less = mesh.recompute != "none" or model.experts > 0
     if job.adapters is not None and mesh.recompute != "full":
         one += 2 * tokens * job.adapters.features(mesh.tp)
+    if job.adapters is not None and mesh.recompute == "none":
+        one -= 2 * tokens * job.adapters.unread / mesh.tp
     held = in_flight(mesh, rank, micro_batches)
     waiting = deferred(mesh, rank, micro_batches)
     if job.adapters is not None:

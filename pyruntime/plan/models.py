@@ -19,6 +19,8 @@ class Adapters:
     """Shapes [out, in] of the linears with an adapter whose out features are cut."""
     rows: tuple[tuple[int, int], ...]
     """Shapes of those whose in features are cut."""
+    unread: int = 0
+    """Input features of a token, of the linears of a layer, that no adapter reads: they are not kept."""
 
     def parameters(self, tp: int) -> float:
         """Returns the parameters of one layer's adapters on a tensor-parallel rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from pyruntime.llama.config import LlamaConfig
@@ -117,7 +118,7 @@ def planned(run: ResolvedRun, cluster: Cluster) -> tuple[Job, Mesh]:
         rounding=config.optimizer.rounding,
         optimizer=config.optimizer.name,
         offload=config.optimizer.offload,
-        adapters=_adapters(run),
+        adapters=adapters_of(run.shape, config.lora.rank, config.lora.targets),
     )
     mesh = Mesh(
         pp=parallel.pp,
@@ -140,13 +141,23 @@ def planned(run: ResolvedRun, cluster: Cluster) -> tuple[Job, Mesh]:
     return job, dataclasses.replace(mesh, tp=sizes.tp, dp=dp, zero=zero, replicate=replicate, tau=tau)
 
 
-def _adapters(run: ResolvedRun) -> Adapters | None:
-    lora, shapes = run.config.lora, run.shape.linear_shapes()
-    if lora.rank == 0:
+def adapters_of(config: LlamaConfig, rank: int, targets: Iterable[str]) -> Adapters | None:
+    """Returns the low-rank adapters of a model's layers; None for rank 0."""
+    if rank == 0:
         return None
-    asked = [(name in ("o_proj", "down_proj"), shapes[name]) for name in lora.targets]
+    shapes, targets = config.linear_shapes(), set(targets)
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    if config.mixture is not None:  # of a shared expert; inputs of the others are never kept
+        ffn = config.mixture.shared_width
+    inputs = (
+        ({"q_proj", "k_proj", "v_proj"}, hidden),
+        ({"gate_proj", "up_proj"}, hidden),
+        ({"down_proj"}, ffn),
+    )
+    unread = sum(width for readers, width in inputs if not readers & targets)
+    asked = [(name in ("o_proj", "down_proj"), shapes[name]) for name in sorted(targets)]
     columns, rows = (tuple(shape for is_row, shape in asked if is_row == kind) for kind in (False, True))
-    return Adapters(lora.rank, columns, rows)
+    return Adapters(rank, columns, rows, unread)
 
 
 def _tau(method: DataParallel) -> int:
