@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from pyruntime import ops
-from pyruntime.any_model.activations.causal_loss import leave_own
+from pyruntime.any_model.activations.causal_loss import leave_input, leave_own
+from pyruntime.any_model.activations.later_logits import HeadInput, rows_of_chunk
 from pyruntime.any_model.activations.row_form import RowForm
 from pyruntime.any_model.activations.row_shard import (
     RowGroup,
@@ -82,14 +83,23 @@ class ColumnHook(LinearHook):
     """The hook of a column linear.
 
     shared: the linears that read the same input, which the first call finds.
-    leaves_own: whether the gathered output also carries this rank's features, for the loss."""
+    leaves_own: whether the gathered output also carries this rank's features, for the loss.
+    has_labels: whether this call of the model has labels, so that the loss may take the input of the head.
+    passes: the backward passes of such losses so far."""
 
     shared: SharedInput | None = None
-    leaves_own = False
+    leaves_own = has_labels = False
+    passes = 0
 
     def call(self, linear: ColumnParallelLinear, x: Tensor, rows: int | None = None) -> Tensor:
         linear.check_width(x, linear.in_features)
         mark_whole(x)
+        if self.has_labels and not self.in_check and rows_of_chunk(linear, x):
+            linear.note(x.shape[:-1].numel(), cut_rows=True)
+            held = HeadInput(linear, x)
+            mark_whole(y := held.logits())
+            leave_input(y, held)
+            return y
         y, features = None, 0
         if self.shared is not None and (y := self.shared.output(linear, x)) is not None:
             features = self.shared.features

@@ -63,6 +63,7 @@ def _run(model: nn.Module, batch: Any) -> tuple[list[tuple[str, Tensor]], dict[s
     outputs = list(tensors_of(output))
     losses = [value for name, value in outputs if name == " loss"]
     loss = losses[0] if losses else _weighted([value for _, value in outputs])
+    outputs = [(name, value.detach()) for name, value in outputs]  # some can be read only before backward
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     kept = {name: p.grad for name, p in parameters.items()}
     try:

@@ -142,7 +142,8 @@ def _of_set(tokens: Tokens, packed: Packed | None) -> Iterator[Prompt]:
 def ending_of(config: RunConfig, tokenizer: Tokenizer) -> str:
     """Returns the text that ends an answer by the run's chat template; empty if it is not known. Raises
     ConfigError for a damaged template."""
-    folder, specials = None, ()
+    folder: Path | None = None
+    specials: tuple[str, ...] = ()
     if isinstance(tokenizer, JsonTokenizer):
         folder, specials = tokenizer.folder, tokenizer.special_tokens
     found = find_template(folder, config.data.chat_template, specials)
