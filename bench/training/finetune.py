@@ -46,13 +46,14 @@ finetuning TRL has fp32 weights and bf16 autocast, pyruntime bf16 weights and fp
 moments. With LoRA (rank 16, all linears of the layers) frozen weights are bf16 on both sides. Each contender
 has processes of its own, one thread each. In a round every contender takes one turn of whole steps, about
 {seconds:g} s, in shuffled order, while the others sleep; a turn is as long as its slowest rank's. Medians
-over {rounds} rounds; +- is half the interquartile range. Memory is the peak of a rank's resident
-memory, less what it had once its libraries were imported."""
+over {rounds} rounds; +- is half the interquartile range. "cpu": processor time of a step and a
+rank, which other programs on the machine disturb less. Memory is the peak of a rank's resident memory, less
+what it had once its libraries were imported."""
 
 
 def turn(worker: Worker, steps: int) -> Tensor:
-    """Lets a contender train, with its processes on all ranks. Returns for each rank seconds, loss and peak
-    memory in bytes."""
+    """Lets a contender train, with its processes on all ranks. Returns for each rank seconds, loss, bytes of
+    peak memory, and processor seconds."""
     dist.barrier()
     told = torch.tensor(worker.turn(steps), dtype=torch.float64)
     every = [torch.empty_like(told) for _ in range(dist.get_world_size())]
@@ -77,6 +78,7 @@ def measure(shape_name: str, args: argparse.Namespace, folder: Path) -> dict[str
         warm = {name: turn(worker, 2)[:, 0].max().item() / 2 for name, worker in workers.items()}
         steps = {name: max(1, round(args.seconds / took)) for name, took in warm.items()}
         seconds: dict[str, list[float]] = {name: [] for name in workers}
+        cpu: dict[str, list[float]] = {name: [] for name in workers}
         memory: dict[str, float] = {}
         for round_ in range(args.rounds):
             order = list(workers)
@@ -85,6 +87,7 @@ def measure(shape_name: str, args: argparse.Namespace, folder: Path) -> dict[str
                 found = turn(workers[name], steps[name])
                 seconds[name].append(found[:, 0].max().item() / steps[name])
                 memory[name] = found[:, 2].max().item()
+                cpu[name].append(found[:, 3].mean().item() / steps[name])
     targets = json.loads((folder / "rows.json").read_text())["targets_per_step"]
     samples = {name: Sample(tuple(each)) for name, each in seconds.items()}
     first = samples[next(iter(samples))]
@@ -100,6 +103,7 @@ def measure(shape_name: str, args: argparse.Namespace, folder: Path) -> dict[str
                 "spread": sample.spread,
                 "targets_per_second": targets / sample.median,
                 "over_first": sample.over(first).median,
+                "cpu_s": Sample(tuple(cpu[name])).median,
                 "memory_bytes": memory[name],
                 "rounds": list(sample.rounds),
             }
@@ -129,12 +133,13 @@ def show(result: dict[str, Any]) -> str:
             f"{line['spread']:.1%}",
             f"{line['targets_per_second']:,.0f}",
             f"{line['over_first']:.2f}",
+            f"{line['cpu_s'] * 1e3:.0f}",
             f"{line['memory_bytes'] / 1e6:.0f}",
         ]
         for line in result["lines"]
     ]
     title = f"{result['shape_name']}: {result['targets_per_step']:.0f} targets a step"
-    return f"{title}\n{table(['', 'ms', '+-', 'targets/s', 'time over the first', 'MB'], rows)}"
+    return f"{title}\n{table(['', 'ms', '+-', 'targets/s', 'time over the first', 'cpu ms', 'MB'], rows)}"
 
 
 def main() -> None:

@@ -178,8 +178,9 @@ class Worker:
         self._process.join()
 
     def turn(self, steps: int) -> list[float]:
-        """Takes so many steps; returns their seconds, the loss of the last one, and the most memory so far.
-        Raises RuntimeError with the process's traceback, or if it has died or does not answer in time."""
+        """Takes so many steps; returns their seconds, the loss of the last one, the most memory so far, and
+        their processor seconds. Raises RuntimeError with the process's traceback, or if it has died or does
+        not answer in time."""
         self._connection.send(steps)
         if not self._connection.poll(TIMEOUT_S):
             raise RuntimeError(f"{self.name}: no answer within {TIMEOUT_S:.0f} s.")
@@ -204,7 +205,7 @@ class Turns:
         """Called before each step; returns when it may begin. Raises EOFError when there is none."""
         if self._left == 0:
             self._left = self._steps = self._orders.recv()
-            self._begin = time.perf_counter()
+            self._begin, self._cpu = time.perf_counter(), time.process_time()
 
     def took(self, loss: float) -> None:
         """Called after each step; this rank's losses are averaged over the ranks."""
@@ -212,7 +213,8 @@ class Turns:
         if self._left == 0:
             seconds = time.perf_counter() - self._begin
             peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            self._orders.send([seconds, loss, float(peak - self._before)])
+            cpu = time.process_time() - self._cpu
+            self._orders.send([seconds, loss, float(peak - self._before), cpu])
 
 
 def _work(orders: Connection, name: str, task: Task) -> None:
