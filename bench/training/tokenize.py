@@ -3,12 +3,14 @@
     python -m bench.training.tokenize --tokenizer tokenizer.json --paths FILE.jsonl [--rounds 7] [--json FILE]
 
 Both take turns. The library gets the documents in its best form: decoded, in memory, in batches of 4 MB, with
-its own threads off. Ours reads the files, parses, hashes, tokenizes, and writes shards to the disk. "of the
-library" is the library's time divided by ours.
+its own threads off. Ours reads the files, parses, hashes, tokenizes, and writes shards to the disk. If the
+files hold conversations, it also renders them by --chat-template and finds what is learned; the library gets
+what was rendered. "of the library" is the library's time divided by ours.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -17,6 +19,7 @@ from pathlib import Path
 from bench.common.measuring import facts, interleave, parser_of, write_json
 from bench.common.tables import table
 from pyruntime.train.data import tokenizing
+from pyruntime.train.data.conversations import ChatEncoder
 from pyruntime.train.data.documents import documents, survey, units
 from pyruntime.train.data.tokenizer import JsonTokenizer
 
@@ -26,11 +29,15 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--paths", nargs="+", required=True)
     parser.add_argument("--field", default="text")
+    parser.add_argument("--chat-template", default="", help="file; default: that beside the tokenizer")
     args = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = JsonTokenizer(Path(args.tokenizer))
     sources, skipped = survey(args.paths, "*")
+    encoder = tokenizing.encoder_of(sources, tokenizer, args.chat_template, "all")
     found = [document for unit in units(sources) for document in _texts(sources, unit, args.field)]
+    if isinstance(encoder, ChatEncoder):
+        found = [encoder.rendered(json.loads(each))[0] for each in found]
     batches, size = _batches(found), sum(len(text.encode()) for text in found)
     folder = Path(tempfile.mkdtemp())
     tokenizing.SMALL_BYTES = 2**62  # in this process
@@ -38,7 +45,7 @@ def main() -> None:
     def ours() -> None:
         shutil.rmtree(folder)
         folder.mkdir()
-        tokenizing.write(folder, sources, skipped, tokenizer, args.field)
+        tokenizing.write(folder, sources, skipped, encoder, args.field)
 
     def library() -> None:
         for batch in batches:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ SHAPES = (
 )
 """The keys of a line in an error."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_ZERO = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
+"""A zero character in JSON, unlike a backslash, which is two there, before the text u0000."""
 OF_SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 
 
@@ -77,7 +80,7 @@ def conversation(messages: list[dict[str, Any]], content: dict[str, Any]) -> dic
     if not isinstance(tools, list | None):
         raise BadConversation(f'its "tools" are no list, found {short_repr(tools)}')
     found = {"messages": messages, "tools": tools or None}
-    if "\\u0000" in json.dumps(found):
+    if _ZERO.search(json.dumps(found)):
         raise BadConversation("it holds a zero character")
     return found
 
@@ -168,7 +171,7 @@ class ChatEncoder:
         found = []
         for index, content in enumerate(contents):
             try:
-                found.append(self._rendered(content))
+                found.append(self.rendered(content))
             except BadConversation as error:
                 error.index = index
                 raise
@@ -178,7 +181,8 @@ class ChatEncoder:
             for (text, spans), (ids, places) in zip(found, encoded, strict=True)
         ]
 
-    def _rendered(self, content: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+    def rendered(self, content: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """Returns a conversation's text, and the characters of the turns to learn."""
         messages = [
             {key: value for key, value in message.items() if key != "weight"}
             for message in content["messages"]

@@ -250,7 +250,15 @@ def test_a_turn_of_weight_0_and_the_turns_of_a_prompt_are_not_learned(opened):
     assert (stored & 1).sum() == 2
 
 
+@pytest.mark.parametrize("text", [r"\u0000", r"\\u0000", "\\\n\\u0000"])
+def test_code_that_writes_a_zero_character_holds_none(text):
+    """A backslash in JSON is two; the first odd one would be of the character."""
+    said = [turn("user", text), turn("assistant", "b")]
+    assert json.loads(conversation_of({"messages": said}))["messages"][0]["content"] == text
+
+
 BAD = {
+    "escaped": (r'{"messages": [{"role": "user", "content": "a\\\u0000"}]}', "holds a zero character"),
     "no JSON": ('{"messages": [', "line 3 is no JSON (Expecting value, character "),
     "no object": ("[1]", "holds no object"),
     "no turns": ('{"messages": []}', 'its "messages" is no list of turns, found []'),
