@@ -39,10 +39,6 @@ from pyruntime.overlap.account import table
 from pyruntime.overlap.files import RankLedger
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.plan.cluster import find_cluster
-<<<<<<< HEAD
-from pyruntime.train import agreement, checkpoint, checkpoint_folder, metrics, resolved, run_folder, scorecard
-from pyruntime.train.config import RunConfig, meets_every_step, spelled_out
-=======
 from pyruntime.train import (
     agreement,
     checkpoint,
@@ -53,8 +49,7 @@ from pyruntime.train import (
     samples,
     scorecard,
 )
-from pyruntime.train.config import RunConfig, spelled_out
->>>>>>> f46d0ed4 (The report shows answers to held-out questions before and after training; frozen experts get no gradient; LoRA beside experts)
+from pyruntime.train.config import RunConfig, meets_every_step, spelled_out
 from pyruntime.train.data import corpus
 from pyruntime.train.data.chat_template import give_template
 from pyruntime.train.data.tokenizer import FILE_NAME as TOKENIZER_FILE

@@ -355,6 +355,27 @@ def test_meshes_without_a_model_are_refused(ranks):
     assert "parallel.tp=1" in refused_step(ranks, "--parallel.tp", "1", gpus=2)
 
 
+EXPERTS = "--model.experts", "8", "--model.experts_per_token", "2", "--model.expert_size", "64"
+
+
+@pytest.mark.usefixtures("simulated")
+def test_experts_take_equal_shares_of_the_rows(ranks):
+    mesh = "--parallel.tp", "1", "--parallel.dp", "4", "--parallel.ep", "2", "--parallel.zero", "1"
+    found = step_of(ranks, *mesh, *EXPERTS, "--train.batch_size", "8", gpus=4)
+    assert {"ep", "edp"} <= step_account.by(found.account.waits, 0).keys()
+    rows = 2 * 2 * 2 * 128  # of two ranks, two experts each
+    of_gate_up = {sizes[0] for kind, sizes in found.programs[0].works if kind == "gemm" and sizes[1] == 2 * 64}
+    assert of_gate_up == {rows // 8}
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_step_that_does_not_fit_is_refused_in_a_sentence(ranks):
+    large = "--model.hidden_size", "8192", "--model.num_hidden_layers", "80"
+    found = refused_step(ranks, "--parallel.tp", "1", "--parallel.dp", "2", *large, gpus=2)
+    assert "The step does not fit in a GPU's memory" in found
+    assert "parallel.zero" in found
+
+
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.second_tier("zb-h1")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
