@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Value:
+class Operand:
     """An operand or a result: its placement, and that which it is converted to; "": none."""
 
     name: str
@@ -28,31 +28,31 @@ class Value:
         return f"{self.name} {self.placement}" + (f" > {self.converted}" if self.converted else "")
 
 
-_X_GATHERED = Value("X", "S(0)", "B", "k")
-SIGNATURES: dict[str, tuple[Value, ...]] = {
-    "all_gather_matmul": (_X_GATHERED, Value("W", "S(0)"), Value("Y", "S(1)")),
-    "all_gather_matmul_backward": (Value("dY", "S(1)"), _X_GATHERED, Value("dX", "P", "S(0)", "k")),
-    "replicated_matmul": (Value("X", "B"), Value("W", "S(0)"), Value("Y", "S(1)")),
-    "replicated_matmul_backward": (Value("dY", "S(1)"), Value("dX", "P", "B", "k")),
-    "matmul_reduce_scatter": (Value("X", "S(1)"), Value("W", "S(1)"), Value("Y", "P", "S(0)", "n")),
-    "matmul_reduce_scatter_backward": (Value("dY", "S(0)", "B", "n"), Value("dX", "S(1)")),
-    "matmul_all_reduce": (Value("X", "S(1)"), Value("W", "S(1)"), Value("Y", "P", "B", "n")),
-    "matmul_all_reduce_backward": (Value("dY", "B"), Value("dX", "S(1)")),
+_X_GATHERED = Operand("X", "S(0)", "B", "k")
+SIGNATURES: dict[str, tuple[Operand, ...]] = {
+    "all_gather_matmul": (_X_GATHERED, Operand("W", "S(0)"), Operand("Y", "S(1)")),
+    "all_gather_matmul_backward": (Operand("dY", "S(1)"), _X_GATHERED, Operand("dX", "P", "S(0)", "k")),
+    "replicated_matmul": (Operand("X", "B"), Operand("W", "S(0)"), Operand("Y", "S(1)")),
+    "replicated_matmul_backward": (Operand("dY", "S(1)"), Operand("dX", "P", "B", "k")),
+    "matmul_reduce_scatter": (Operand("X", "S(1)"), Operand("W", "S(1)"), Operand("Y", "P", "S(0)", "n")),
+    "matmul_reduce_scatter_backward": (Operand("dY", "S(0)", "B", "n"), Operand("dX", "S(1)")),
+    "matmul_all_reduce": (Operand("X", "S(1)"), Operand("W", "S(1)"), Operand("Y", "P", "B", "n")),
+    "matmul_all_reduce_backward": (Operand("dY", "B"), Operand("dX", "S(1)")),
     # A table's rows are as wide as k.
-    "reduce_scatter": (Value("ids", "B"), Value("W", "S(0)"), Value("Y", "P", "S(0)", "k")),
-    "reduce_scatter_backward": (Value("dY", "S(0)", "B", "k"),),
-    "all_reduce": (Value("ids", "B"), Value("W", "S(0)"), Value("Y", "P", "B", "k")),
-    "all_reduce_backward": (Value("dY", "B"),),
+    "reduce_scatter": (Operand("ids", "B"), Operand("W", "S(0)"), Operand("Y", "P", "S(0)", "k")),
+    "reduce_scatter_backward": (Operand("dY", "S(0)", "B", "k"),),
+    "all_reduce": (Operand("ids", "B"), Operand("W", "S(0)"), Operand("Y", "P", "B", "k")),
+    "all_reduce_backward": (Operand("dY", "B"),),
 }
 """By operator. W is stored [out, in] features, a table [ids, features]. Rows of experts go where the router
 sends them, so experts have none."""
 
 
-def signature_of(layer: ParallelModule, use: OpUse) -> tuple[Value, ...]:
+def signature_of(layer: ParallelModule, use: OpUse) -> tuple[Operand, ...]:
     """Returns the operands and results of one operator of a layer, as of its last call."""
     values = SIGNATURES.get(use.op, ())
     if use.op == "all_gather_matmul_backward" and _keeps_gathered(layer, use):
-        return tuple(Value("X", "B") if value is _X_GATHERED else value for value in values)
+        return tuple(Operand("X", "B") if value is _X_GATHERED else value for value in values)
     return values
 
 

@@ -5,8 +5,7 @@
 namespace pyruntime {
 
 namespace {
-constexpr const char* kNames[kTrafficClasses] = {"tp", "cp", "pp", "dp", "checkpoint",
-                                                 "offload"};
+constexpr const char* kNames[kTrafficClasses] = {"tp", "cp", "pp", "dp", "checkpoint", "offload"};
 }
 
 const char* name_of(TrafficClass traffic_class) {
