@@ -3,14 +3,15 @@ logits all the same finds them, or an error."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
-import pyruntime
-from pyruntime import explain, parallelize, verify
+from pyruntime import explain, parallelize, shard, verify
 from pyruntime.any_model.activations import causal_loss, later_logits
 from pyruntime.nn import chunked_head
 from tests.any_model.test_auto import BATCH, IDS, MODELS, build
@@ -57,6 +58,7 @@ def learns(group, tied):
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.second_tier("True")
 def test_the_loss_and_its_gradients_are_those_of_the_whole_model(ranks, tied):
     ranks.run(learns, 2, tied)
     ranks.run(learns, 3, tied)  # of 101 words
@@ -93,39 +95,36 @@ def test_who_reads_the_logits_finds_them_or_an_error(ranks):
     ranks.run(reads, 2)
 
 
-def trained(_group, stage):
-    """Losses of steps on two data-parallel ranks with and without chunks, and whether chunks were taken."""
-    found = {}
-    with pyruntime.Runtime.start(tp=2, dp=2) as runtime:
-        for kind in ("chunks", "whole"):
-            torch.manual_seed(0)
-            _, model = models(runtime.tp)
-            handle = pyruntime.shard(model, runtime.dp, stage=stage, bucket_bytes=1024)
-            optimizer = handle.adamw(lr=0.01, max_norm=1.0)
-            losses, ids = [], IDS.roll(runtime.dp.rank, 1)
-            with by_chunks()[0] if kind == "chunks" else mock.MagicMock():
-                for _ in range(3):
-                    out = model(input_ids=ids, labels=ids)
-                    out.loss.backward()
-                    optimizer.step()
-                    losses.append(out.loss.item())
-                said = explain(model).loss
+def trained(_, stage):
+    """Losses of steps on two data-parallel ranks with and without chunks, and what explain() says."""
+    found, mesh = {}, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ids = IDS.roll(mesh["dp"].get_local_rank(), 1)
+    for kind in ("chunks", "whole"):
+        _, model = models(mesh["tp"])
+        handle = shard(model, mesh["dp"], stage=stage, bucket_bytes=1024)
+        optimizer, losses = handle.adamw(lr=0.01, max_norm=1.0), []
+        with by_chunks()[0] if kind == "chunks" else contextlib.nullcontext():
+            for _ in range(3):
                 held = model(input_ids=ids, labels=ids)
-                model(input_ids=ids, labels=ids).loss.backward()
+                held.loss.backward()
                 optimizer.step()
-                if kind == "chunks" and stage < 3:
-                    with pytest.raises(RuntimeError, match=REFUSED):
-                        held.logits.sum()
-            found[kind] = losses, said
-            handle.close()
+                losses.append(held.loss.item())
+            found[kind] = losses, explain(model).loss
+            held = model(input_ids=ids, labels=ids)
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            if kind == "chunks" and stage < 3:
+                with pytest.raises(RuntimeError, match=REFUSED):
+                    held.logits.sum()
+        handle.close()
     return found
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.second_tier("0", "3")
 def test_with_data_parallelism(ranks, stage):
     """Stage 3 brings a weight for a call alone, so that it takes the logits of all rows."""
-    for outcome in ranks.launch(trained, 4, stage, init=False):
-        assert outcome.exit_code == 0, outcome.output
-        (chunks, said), (whole, _) = outcome.value["chunks"], outcome.value["whole"]
+    for of_rank in ranks.run(trained, 4, stage):
+        (chunks, said), (whole, _) = of_rank["chunks"], of_rank["whole"]
         assert chunks == pytest.approx(whole, rel=1e-5)
         assert (", by chunks of rows" in said) == (stage < 3)
