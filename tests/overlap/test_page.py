@@ -132,6 +132,30 @@ def test_a_browser_draws_the_page(tmp_path):
     assert "torchrun" in shown.partition("</dl>")[0]
 
 
+SAMPLES = [
+    {"prompt": "<user>1 + 1?", "before": "</td>\n", "after": "2", "wanted": "2"},
+    {"prompt": "<user>2 + 1?", "before": "", "after": "4", "wanted": "3"},
+]
+
+
+def test_the_page_holds_samples_of_the_model():
+    text = page("main-1", {}, METRICS, [], samples=SAMPLES)
+    assert data_of(text)["samples"] == SAMPLES and "</td>" not in text.partition("</script>")[0]
+    assert data_of(page("main-1", {}, METRICS, []))["samples"] == []
+
+
+@browser.needed
+@pytest.mark.second_tier
+def test_a_browser_draws_samples_as_text(tmp_path):
+    shown = drawn(page("main-1", {}, METRICS, [], samples=SAMPLES), tmp_path)
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", shown.partition('id="said"')[2], re.DOTALL)
+    assert cells[:4] == ["&lt;user&gt;1 + 1?", "&lt;/td&gt;\n", "2", "2"]
+    alone = [{**each, "before": None, "wanted": None} for each in SAMPLES]
+    shown = drawn(page("main-1", {}, METRICS, [], samples=alone), tmp_path)
+    assert "after training" in shown and "before training" not in shown and "in the data" not in shown
+    assert "Samples" not in drawn(page("main-1", {}, METRICS, []), tmp_path)
+
+
 @browser.needed
 @pytest.mark.second_tier
 def test_a_browser_draws_what_there_is_of_a_run_without_a_ledger(tmp_path):
