@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pyruntime.llama import load_hf
-from pyruntime.train import config_file
+from pyruntime.train import config_file, samples
 from pyruntime.train.config import Model
 from pyruntime.train.data.tokenizer import ByteTokenizer, load_beside
 from pyruntime.train.errors import ConfigError, TrainingError
@@ -98,7 +98,7 @@ def test_everything_that_was_promised_is_there(finished):
     folder, config = finished
     assert config_file.load(folder / "config.toml") == config
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (folder / "samples.jsonl").read_text().startswith("def ")
+    assert [each["prompt"] for each in samples.read(folder)] == ["def "]
     card = json.loads((folder / "scorecard.json").read_text())
     assert card["ranks"] == 2 and card["bytes_per_step"] > 0 and 0 < card["exposed_share"] < 1
     assert {use["op"] for use in card["tiers"]} >= {"all_gather_matmul", "matmul_reduce_scatter"}
@@ -155,13 +155,13 @@ def test_a_run_is_lengthened_in_its_folder_whatever_its_path(ranks, finished, tm
 def test_a_vocabulary_larger_than_the_bytes_is_sampled_and_loaded(ranks, tmp_path):
     config = jobs.changed(jobs.job(tmp_path, steps=1), "model", vocab_size=2048)
     (folder, _) = ranks.run(whole_run, 2, jobs.changed(config, "output", sample_tokens=32))
-    assert (folder / "samples.jsonl").read_text().startswith("def ")
+    assert [each["prompt"] for each in samples.read(folder)] == ["def "]
     assert isinstance(load_beside(folder / "model", 2048), ByteTokenizer)
 
 
 def no_sample(group, config):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pyruntime.train.run.generate", lambda *_, **__: 1 / 0)
+        patch.setattr("pyruntime.train.samples.generate_steps", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             whole_run(group, config)
 
