@@ -61,6 +61,10 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.0f}"
 
 
+def mb(line: dict) -> str:
+    return f"{line['memory_bytes'] / 1e6:.0f}"
+
+
 def test_the_parts_of_a_gain_are_those_of_the_comparison():
     (found,) = (
         each
@@ -137,6 +141,8 @@ def test_what_is_won_is_in_the_files_that_are_named():
     rare = [ms(line(thin, name)["step_s"]) for name in ("CO2", "zero 1", "DDP")]
     experts = linear("moe/one_host.json", "1024x1024x768:32k4")
     exchanges = [ms(experts["peers"][name]) for name in ("all_gather", "all_to_all")]
+    tuned = next(each for each in results("training/finetune_lora.json") if each["shape_name"] == "dim1024")
+    lora = [line(tuned, name) for name in ("pyruntime, ZeRO 1, lora", "TRL, DDP, lora")]
     assert [cells[1:3] for cells in found] == [
         [f"{here['T_o'] / here['T_g']:.3f} T_g", f"DTensor {here['T_dtensor'] / here['T_g']:.3f}"],
         [
@@ -158,6 +164,10 @@ def test_what_is_won_is_in_the_files_that_are_named():
         [
             f"{ms(experts['T_o'])} ms, R {experts['R']:.2f}",
             f"all-gather {exchanges[0]}, all-to-all {exchanges[1]}",
+        ],
+        [
+            f"{ms(lora[0]['step_s'])} ms, {mb(lora[0])} MB",
+            f"TRL with DDP {ms(lora[1]['step_s'])} ms, {mb(lora[1])} MB",
         ],
         [f"{waits['arbiter'] * 1e3:.1f} ms", f"{ms(waits['fifo'])} ms without the arbiter"],
         [f"{rare[0]} ms a step", f"ZeRO 1 {rare[1]}, DDP {rare[2]}"],
