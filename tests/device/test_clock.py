@@ -362,7 +362,6 @@ EXPERTS = "--model.experts", "8", "--model.experts_per_token", "2", "--model.exp
 def test_experts_take_equal_shares_of_the_rows(ranks):
     mesh = "--parallel.tp", "1", "--parallel.dp", "4", "--parallel.ep", "2", "--parallel.zero", "1"
     found = step_of(ranks, *mesh, *EXPERTS, "--train.batch_size", "8", gpus=4)
-    assert {"ep", "edp"} <= step_account.by(found.account.waits, 0).keys()
     rows = 2 * 2 * 2 * 128  # of two ranks, two experts each
     gemms = [sizes for kind, sizes in found.programs[0].works if kind == "gemm"]
     of_gate_up = {sizes[0] for sizes in gemms if sizes[1] == 2 * 64}
@@ -513,5 +512,5 @@ def test_work_without_a_model_is_refused():
     h100 = machine_model.find("h100")
     with pytest.raises(ValueError, match=r"'teleport' has no model on h100; models: call, event"):
         h100.seconds("teleport", [1])
-    with pytest.raises(ValueError, match=r"There is no machine 'b200'; there are: h100"):
+    with pytest.raises(ValueError, match=r"There is no machine 'b200'; there are: a100, h100, h100-500w"):
         machine_model.find("b200")
