@@ -24,6 +24,7 @@ from pyruntime.comm import exchange as exchange_module
 from pyruntime.comm.core import _C
 from pyruntime.comm.exchange import Exchange
 from pyruntime.comm.runtime import merge_context
+from pyruntime.context import flash
 
 DEADLINE_S = 1e5
 """The deadline of waits in real time, so long that no simulation meets it."""
@@ -49,6 +50,7 @@ def begin(seconds: Callable[[str, Sequence[int]], float], memory_bytes: float) -
     sim_device.begin(gigabytes=memory_bytes / 2**30)
     _C.use_device_library("privateuseone", str(library()))
     bias.can_use_flash_attention = lambda *_: True  # as GPUs do; torch knows it of CUDA only
+    flash.is_there = lambda q: q.dtype == torch.bfloat16 and q.device.type == "sim"
     dist.Backend.register_backend(BACKEND, _group, extended_api=True, devices=["cpu", "sim"])
     return core()
 

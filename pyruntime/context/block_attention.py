@@ -7,21 +7,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pyruntime.context import flash
 from pyruntime.context.mask import Run
 from pyruntime.ops.attention import attention_block_, attention_block_backward_
 
 
 def attend_block(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, out: Tensor, lse: Tensor) -> None:
     """Adds what the queries see of these keys to `out` and `lse`, in place."""
+    pieces = run.pieces(k.shape[1]) if flash.is_there(q) else None
+    if pieces is not None:
+        for piece in pieces:
+            flash.attend(piece, q, k, v, scale, out, lse)
+        return
     begin, end = _of_batch(run, q)
     attention_block_(heads(q), heads(k), heads(v), begin, end, heads(out), lse, scale)
 
 
 class Backward:
-    """The backward pass of this rank's queries, block by block of keys."""
+    """The backward pass of this rank's queries, block by block of keys. out [B, n, H, d]: the result, which
+    flash attention needs; delta [B, n, H]: the sums of its products with grad_out."""
 
-    def __init__(self, grad_out: Tensor, q: Tensor, delta: Tensor, lse: Tensor, scale: float):
-        self._grad_out, self._q, self._delta, self._lse, self._scale = grad_out, q, delta, lse, scale
+    def __init__(
+        self, grad_out: Tensor, q: Tensor, delta: Tensor, out: Tensor | None, lse: Tensor, scale: float
+    ):
+        self._grad_out, self._q, self._out, self._lse, self._scale = grad_out, q, out, lse, scale
+        self._delta = delta.transpose(1, 2).contiguous()
         self.dq = self.zeros(q.shape)
 
     def zeros(self, shape: Sequence[int]) -> Tensor:
@@ -29,6 +39,14 @@ class Backward:
 
     def block(self, k: Tensor, v: Tensor, run: Run, dkv: Tensor) -> None:
         """Adds the part of these keys to dq, and the part of the queries to dkv [2, B, keys, G, d]."""
+        pieces = run.pieces(k.shape[1]) if flash.is_there(self._q) else None
+        if pieces is not None and self._out is not None:
+            sums = self.dq, dkv[0], dkv[1]
+            for piece in pieces:
+                flash.attend_backward(
+                    piece, self._grad_out, self._q, k, v, self._out, self._lse, self._scale, sums
+                )
+            return
         begin, end = _of_batch(run, self._q)
         attention_block_backward_(
             heads(self._grad_out),
@@ -52,5 +70,5 @@ def heads(tokens: Tensor) -> Tensor:
 
 
 def _of_batch(run: Run, q: Tensor) -> tuple[Tensor, Tensor]:
-    begin, end = (x.expand(len(q), -1) for x in run)
+    begin, end = (x.expand(len(q), -1) for x in run.there)
     return begin, end

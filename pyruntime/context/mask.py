@@ -10,12 +10,40 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyruntime.comm.devices import put
+from pyruntime.context.flash import Piece, pieces_of
 from pyruntime.context.layouts import document_bounds, hulls, positions, visible_keys
 from pyruntime.context.ways import Way, ways
 
 CPU = torch.device("cpu")
-Run = tuple[Tensor, Tensor]
-"""(begin, end) of the keys that each query sees, [B or 1, queries] int32."""
+
+
+class Run:
+    """The keys that each query sees, begin <= key < end, [B or 1, queries] int32. device: where attention
+    reads them."""
+
+    def __init__(self, begin: Tensor, end: Tensor, device: torch.device):
+        self._begin, self._end, self._device = begin, end, device
+        self._after: dict[int, Run] = {}
+        self._pieces: dict[int, tuple[Piece, ...] | None] = {}
+
+    @cached_property
+    def there(self) -> tuple[Tensor, Tensor]:
+        """begin and end on the device."""
+        return put(self._begin, self._device), put(self._end, self._device)
+
+    def after(self, keys: int) -> Run:
+        """Returns the same, with keys counted from number `keys` on; earlier ones are negative."""
+        if keys == 0:
+            return self
+        if keys not in self._after:
+            self._after[keys] = Run(self._begin - keys, self._end - keys, self._device)
+        return self._after[keys]
+
+    def pieces(self, keys: int) -> tuple[Piece, ...] | None:
+        """Returns what the queries see of that many keys, for flash attention, if it can be divided so."""
+        if keys not in self._pieces:
+            self._pieces[keys] = pieces_of(self._begin.clamp(0, keys), self._end.clamp(0, keys))
+        return self._pieces[keys]
 
 
 class Mask:
@@ -65,7 +93,7 @@ class Mask:
 
     def _there(self, queries: Tensor, keys: Tensor) -> Run:
         begin, end = visible_keys(queries, keys, self._causal, self._bounds, self._window)
-        return put(begin, self._device), put(end, self._device)
+        return Run(begin, end, self._device)
 
     @cached_property
     def ways(self) -> tuple[Way, ...]:

@@ -61,8 +61,7 @@ def ring_backward(
 
     def own_keys(begin: int, end: int) -> None:
         if begin < end:
-            first_key, last_key = mask.of_rank(rank)
-            seen = (first_key - begin, last_key - begin) if begin else (first_key, last_key)
+            seen = mask.of_rank(rank).after(begin)
             with marked("cp backward block of rank", str(rank)):
                 backward.block(k[:, begin:end], v[:, begin:end], seen, own[:, :, begin:end])
 
@@ -112,8 +111,7 @@ class _Block:
     values: Tensor
 
     def run(self, mask: Mask) -> Run:
-        begin, end = mask.of_rank(self.owner)
-        return begin - self.seen[0], end - self.seen[0]
+        return mask.of_rank(self.owner).after(self.seen[0])
 
 
 class _KeysRound:

@@ -28,6 +28,7 @@ from pyruntime import ops
 from pyruntime.choices import WireFormat
 from pyruntime.comm import companion, process_group
 from pyruntime.comm.all_to_all import AllToAll
+from pyruntime.context import flash
 from pyruntime.context.agreement import agree
 from pyruntime.context.block_attention import Backward, attend_block
 from pyruntime.context.mask import Mask
@@ -87,15 +88,19 @@ def attend_backward(
     delta = (grad_out.to(done.lse.dtype) * done.out).sum(-1)  # [B, n, H]
     if variant == "ulysses":
         queries, keys, values = _split_heads(done.kept, q, k, group)
-        delta = _to_heads(delta.unsqueeze(-1), group, mask.order_of_queries).squeeze(-1)
         grad_out = _to_heads(grad_out, group, mask.order_of_queries)
-        backward = Backward(grad_out, queries, delta.transpose(1, 2).contiguous(), done.lse, scale)
+        out = _to_heads(done.out, group, mask.order_of_queries) if flash.is_there(q) else None
+        if out is None:  # fewer bytes than `out`
+            delta = _to_heads(delta.unsqueeze(-1), group, mask.order_of_queries).squeeze(-1)
+        else:
+            delta = (grad_out.to(done.lse.dtype) * out).sum(-1)
+        backward = Backward(grad_out, queries, delta, out, done.lse, scale)
         dkv = backward.zeros((2, *keys.shape))
         backward.block(keys, values, mask.of_sequence(all_queries=True), dkv)
         dq = _to_tokens(backward.dq, group, mask.order_of_queries)
         dk, dv = (_to_tokens(each, group, mask.order) for each in dkv)
         return dq, dk, dv
-    backward = Backward(grad_out, q, delta.transpose(1, 2).contiguous(), done.lse, scale)
+    backward = Backward(grad_out, q, delta, done.out, done.lse, scale)
     if variant == "ring":
         dkv = ring_backward(backward, k, v, group, agreement, mask, wire)
     else:

@@ -62,7 +62,8 @@ def attention_block_(
     except at its edges, proportional to the keys that its queries see.
 
     Not differentiable (raises RuntimeError if a gradient is required): `attention_block_backward_` is the
-    backward. On other devices the composite keeps all scores while it runs, B * H * Sq * Sk elements.
+    backward. On other devices the composite keeps all scores while it runs, B * H * Sq * Sk elements;
+    `pyruntime.context` takes flash attention there where it can (context/flash.py).
     """
     torch.ops.pyruntime.attention_block_(q, k, v, begin, end, scale, out, lse)
 

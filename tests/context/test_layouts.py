@@ -80,10 +80,10 @@ def test_what_queries_see_is_a_run_of_every_ranks_keys(layout, ranks, packed, ca
         mask = mask_of(layout, seq, ranks, rank, causal, ids, queries, window=window)
         last = places[rank][-queries:]
         for other in range(ranks):
-            begin, end = mask.of_rank(other)
+            begin, end = mask.of_rank(other).there
             seen = (begin[..., None] <= keys) & (keys < end[..., None])
             assert torch.equal(seen, expected[:, last][:, :, places[other]])
-        begin, end = mask.of_sequence()
+        begin, end = mask.of_sequence().there
         seen = (begin[..., None] <= torch.arange(seq)) & (torch.arange(seq) < end[..., None])
         assert torch.equal(seen, expected[:, last])
 

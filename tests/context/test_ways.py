@@ -39,7 +39,7 @@ def test_every_rank_gets_all_keys_that_it_sees_and_all_parts_of_sums_come_home(
     assert len({way.comes_back for way in plan}) == 1
     for rank, mask in enumerate(every):
         for owner in set(range(ranks)) - {rank}:
-            begin, end = mask.of_rank(owner)
+            begin, end = mask.of_rank(owner).there
             seen = {t for b, e in zip(begin.flatten(), end.flatten(), strict=True) for t in range(b, e)}
             got, added = set(), set()
             for way in plan:
