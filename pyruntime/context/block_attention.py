@@ -8,18 +8,20 @@ import torch
 from torch import Tensor
 
 from pyruntime.context import flash
-from pyruntime.context.mask import Run
+from pyruntime.context.mask import SeenKeys
 from pyruntime.ops.attention import attention_block_, attention_block_backward_
 
 
-def attend_block(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, out: Tensor, lse: Tensor) -> None:
+def attend_block(
+    q: Tensor, k: Tensor, v: Tensor, seen: SeenKeys, scale: float, out: Tensor, lse: Tensor
+) -> None:
     """Adds what the queries see of these keys to `out` and `lse`, in place."""
-    pieces = run.pieces(k.shape[1]) if flash.is_there(q) else None
+    pieces = seen.pieces(k.shape[1]) if flash.is_there(q) else None
     if pieces is not None:
         for piece in pieces:
             flash.attend(piece, q, k, v, scale, out, lse)
         return
-    begin, end = _of_batch(run, q)
+    begin, end = _of_batch(seen, q)
     attention_block_(heads(q), heads(k), heads(v), begin, end, heads(out), lse, scale)
 
 
@@ -37,9 +39,9 @@ class Backward:
     def zeros(self, shape: Sequence[int]) -> Tensor:
         return torch.zeros(shape, dtype=self._lse.dtype, device=self._lse.device)
 
-    def block(self, k: Tensor, v: Tensor, run: Run, dkv: Tensor) -> None:
+    def block(self, k: Tensor, v: Tensor, seen: SeenKeys, dkv: Tensor) -> None:
         """Adds the part of these keys to dq, and the part of the queries to dkv [2, B, keys, G, d]."""
-        pieces = run.pieces(k.shape[1]) if flash.is_there(self._q) else None
+        pieces = seen.pieces(k.shape[1]) if flash.is_there(self._q) else None
         if pieces is not None and self._out is not None:
             sums = self.dq, dkv[0], dkv[1]
             for piece in pieces:
@@ -47,7 +49,7 @@ class Backward:
                     piece, self._grad_out, self._q, k, v, self._out, self._lse, self._scale, sums
                 )
             return
-        begin, end = _of_batch(run, self._q)
+        begin, end = _of_batch(seen, self._q)
         attention_block_backward_(
             heads(self._grad_out),
             heads(self._q),
@@ -69,6 +71,6 @@ def heads(tokens: Tensor) -> Tensor:
     return tokens.transpose(1, 2)
 
 
-def _of_batch(run: Run, q: Tensor) -> tuple[Tensor, Tensor]:
-    begin, end = (x.expand(len(q), -1) for x in run.there)
+def _of_batch(seen: SeenKeys, q: Tensor) -> tuple[Tensor, Tensor]:
+    begin, end = (x.expand(len(q), -1) for x in seen.there)
     return begin, end

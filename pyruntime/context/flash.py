@@ -19,7 +19,7 @@ MOST_PIECES = 16
 MOST_FEATURES = 256
 
 
-class Piece(NamedTuple):
+class MaskPiece(NamedTuple):
     """Consecutive queries and keys. causal: as many of one as of the other, and query i sees keys 0 to i."""
 
     queries: slice
@@ -35,7 +35,7 @@ def is_there(q: Tensor) -> bool:
     return fits and q.is_cuda and torch.version.hip is None
 
 
-def pieces_of(begin: Tensor, end: Tensor) -> tuple[Piece, ...] | None:
+def pieces_of(begin: Tensor, end: Tensor) -> tuple[MaskPiece, ...] | None:
     """Divides a mask: query i sees keys begin[0, i] <= j < end[0, i]; begin and end [B or 1, queries] on the
     host. Returns None if sequences differ, or if it has more than MOST_PIECES."""
     if len(begin) > 1:
@@ -45,7 +45,7 @@ def pieces_of(begin: Tensor, end: Tensor) -> tuple[Piece, ...] | None:
     grows = high.diff()
     kinds = torch.where((low.diff() == 0) & ((grows == 0) | (grows == 1)), grows, 2)
     changes = [*(kinds.diff().nonzero().flatten() + 1).tolist(), len(kinds)]
-    found: list[Piece] = []
+    found: list[MaskPiece] = []
     first = 0
     while first < len(low):
         kind = int(kinds[first]) if first < len(kinds) else 2
@@ -58,17 +58,17 @@ def pieces_of(begin: Tensor, end: Tensor) -> tuple[Piece, ...] | None:
     return tuple(found)
 
 
-def _between(first: int, stop: int, low: int, high: int, causal: bool) -> Iterator[Piece]:
+def _between(first: int, stop: int, low: int, high: int, causal: bool) -> Iterator[MaskPiece]:
     """Yields the pieces of queries of which the last sees keys low <= j < high. causal: each before it sees
     one less than the next; else all see the same."""
     square = high - (stop - first) if causal else high
     if low < square:
-        yield Piece(slice(first, stop), slice(low, square), causal=False)
+        yield MaskPiece(slice(first, stop), slice(low, square), causal=False)
     if causal:
-        yield Piece(slice(first, stop), slice(square, high), causal=True)
+        yield MaskPiece(slice(first, stop), slice(square, high), causal=True)
 
 
-def attend(piece: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
+def attend(piece: MaskPiece, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
     """Merges a piece into out [B, n, H, d] and lse [B, H, n], as `attention_block_`. q [B, n, H, d], k and v
     [B, keys, G, d]."""
     part, own, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
@@ -85,7 +85,7 @@ def attend(piece: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Ten
 
 
 def attend_backward(
-    piece: Piece,
+    piece: MaskPiece,
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -97,8 +97,6 @@ def attend_backward(
 ) -> None:
     """Adds a piece's gradients to those of queries, keys and values in `sums`, which have the shapes of q, k
     and v. out and lse: over all blocks."""
-    none = torch.empty(0, dtype=torch.int64, device=q.device)
-    seeds = torch.empty(2, dtype=torch.int64, device=q.device)  # of dropout, of which there is none
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         _heads(grad_out, piece.queries),
         _heads(q, piece.queries),
@@ -106,14 +104,14 @@ def attend_backward(
         _heads(v, piece.keys),
         _heads(out, piece.queries),
         lse[:, :, piece.queries].contiguous(),
-        none,
-        none,
+        None,  # sequences of one length
+        None,
         piece.queries.stop - piece.queries.start,
         piece.keys.stop - piece.keys.start,
         0.0,
         piece.causal,
-        seeds,
-        none,
+        None,  # no dropout
+        None,
         scale=scale,
     )
     for each, tokens, found in zip(sums, (piece.queries, piece.keys, piece.keys), gradients, strict=True):

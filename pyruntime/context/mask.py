@@ -10,36 +10,36 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyruntime.comm.devices import put
-from pyruntime.context.flash import Piece, pieces_of
+from pyruntime.context.flash import MaskPiece, pieces_of
 from pyruntime.context.layouts import document_bounds, hulls, positions, visible_keys
 from pyruntime.context.ways import Way, ways
 
 CPU = torch.device("cpu")
 
 
-class Run:
+class SeenKeys:
     """The keys that each query sees, begin <= key < end, [B or 1, queries] int32. device: where attention
     reads them."""
 
     def __init__(self, begin: Tensor, end: Tensor, device: torch.device):
         self._begin, self._end, self._device = begin, end, device
-        self._after: dict[int, Run] = {}
-        self._pieces: dict[int, tuple[Piece, ...] | None] = {}
+        self._after: dict[int, SeenKeys] = {}
+        self._pieces: dict[int, tuple[MaskPiece, ...] | None] = {}
 
     @cached_property
     def there(self) -> tuple[Tensor, Tensor]:
         """begin and end on the device."""
         return put(self._begin, self._device), put(self._end, self._device)
 
-    def after(self, keys: int) -> Run:
+    def after(self, keys: int) -> SeenKeys:
         """Returns the same, with keys counted from number `keys` on; earlier ones are negative."""
         if keys == 0:
             return self
         if keys not in self._after:
-            self._after[keys] = Run(self._begin - keys, self._end - keys, self._device)
+            self._after[keys] = SeenKeys(self._begin - keys, self._end - keys, self._device)
         return self._after[keys]
 
-    def pieces(self, keys: int) -> tuple[Piece, ...] | None:
+    def pieces(self, keys: int) -> tuple[MaskPiece, ...] | None:
         """Returns what the queries see of that many keys, for flash attention, if it can be divided so."""
         if keys not in self._pieces:
             self._pieces[keys] = pieces_of(self._begin.clamp(0, keys), self._end.clamp(0, keys))
@@ -73,16 +73,16 @@ class Mask:
         """Places of the keys, [ranks, seq / ranks]."""
         self._queries_of_ranks = self.positions[:, self.positions.shape[1] - queries :]
         self._queries = self._queries_of_ranks[rank]
-        self._of_rank: dict[int, Run] = {}
-        self._whole: dict[bool, Run] = {}
+        self._of_rank: dict[int, SeenKeys] = {}
+        self._whole: dict[bool, SeenKeys] = {}
 
-    def of_rank(self, rank: int) -> Run:
+    def of_rank(self, rank: int) -> SeenKeys:
         """Returns the keys of `rank` that this rank's queries see."""
         if rank not in self._of_rank:
             self._of_rank[rank] = self._there(self._queries, self.positions[rank])
         return self._of_rank[rank]
 
-    def of_sequence(self, *, all_queries: bool = False) -> Run:
+    def of_sequence(self, *, all_queries: bool = False) -> SeenKeys:
         """Returns the keys of the whole sequence, in its order, that this rank's queries see; all_queries:
         that the queries of all ranks, in the order of the sequence, see."""
         if all_queries not in self._whole:
@@ -91,9 +91,9 @@ class Mask:
             self._whole[all_queries] = self._there(queries, everything)
         return self._whole[all_queries]
 
-    def _there(self, queries: Tensor, keys: Tensor) -> Run:
+    def _there(self, queries: Tensor, keys: Tensor) -> SeenKeys:
         begin, end = visible_keys(queries, keys, self._causal, self._bounds, self._window)
-        return Run(begin, end, self._device)
+        return SeenKeys(begin, end, self._device)
 
     @cached_property
     def ways(self) -> tuple[Way, ...]:

@@ -11,7 +11,7 @@ from pyruntime.comm.ranges import marked
 from pyruntime.comm.ring import Ring, Shift
 from pyruntime.comm.wire import Wire
 from pyruntime.context.block_attention import Backward, attend_block
-from pyruntime.context.mask import Mask, Run
+from pyruntime.context.mask import Mask, SeenKeys
 from pyruntime.context.ways import NONE, Tokens, Way
 from pyruntime.ops.attention import nothing_seen
 
@@ -44,7 +44,7 @@ def ring_forward(
             block = each.take()
             if block is not None:
                 with marked("cp forward block of rank", str(block.owner)):
-                    attend_block(q, block.keys, block.values, block.run(mask), scale, out, lse)
+                    attend_block(q, block.keys, block.values, block.seen_keys(mask), scale, out, lse)
             each.done()
     return out, lse
 
@@ -76,7 +76,7 @@ def ring_backward(
             room = gradients.room()
             if block is not None:
                 with marked("cp backward block of rank", str(block.owner)):
-                    backward.block(block.keys, block.values, block.run(mask), room.of(block.seen))
+                    backward.block(block.keys, block.values, block.seen_keys(mask), room.of(block.seen))
             keys.done()
             gradients.send()
     # The rest of the own keys, a part for each hop that sums have left.
@@ -110,7 +110,7 @@ class _Block:
     keys: Tensor
     values: Tensor
 
-    def run(self, mask: Mask) -> Run:
+    def seen_keys(self, mask: Mask) -> SeenKeys:
         return mask.of_rank(self.owner).after(self.seen[0])
 
 
