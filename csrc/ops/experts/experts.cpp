@@ -287,7 +287,8 @@ class AllRows {
     const Chunk& range = share.range;
     if (!out.is_cpu()) {
       const at::Tensor all = gather_ ? gather_->rows() : rows_.rows_of(range);
-      at::index_select_out(const_cast<at::Tensor&>(out), all.select(0, 0), 0, routed.rows());
+      at::Tensor to = out;
+      at::index_select_out(to, all.select(0, 0), 0, routed.rows());
       return;
     }
     const int64_t first = routed.of(share.first, range).begin;
