@@ -16,7 +16,10 @@ from torch import Tensor
 
 MOST_PIECES = 16
 """Masks of more, such as those of many documents, are left to the operators that take any mask."""
-MOST_FEATURES = 256
+MOST_FEATURES = 192
+"""Of a head; with more, not every GPU has the backward pass."""
+AMPERE = 8
+"""The first compute capability that has flash attention."""
 
 
 class MaskPiece(NamedTuple):
@@ -32,7 +35,9 @@ def is_there(q: Tensor) -> bool:
     fits = (
         q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= MOST_FEATURES
     )
-    return fits and q.is_cuda and torch.version.hip is None
+    if not fits or not q.is_cuda or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(q.device)[0] >= AMPERE
 
 
 def pieces_of(begin: Tensor, end: Tensor) -> tuple[MaskPiece, ...] | None:
