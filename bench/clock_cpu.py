@@ -236,6 +236,7 @@ def compare(rounds: int, meshes: Sequence[str]) -> list[dict[str, Any]]:
             seconds = measured[config, mesh]
             virtual = max(map(on_one_thread, virtual_step(config, mesh, machine)))
             about = {"config": config, "mesh": mesh, "slower": slower, "launch_s": launch}
+            about["one_rank_s"] = measured[config, ONE_RANK]
             results.append({**about, "measured_s": seconds, "virtual_s": virtual, "ratio": virtual / seconds})
     return results
 

@@ -10,7 +10,8 @@ each other, because they share memory or L2 with copies or run side by side on t
 a host may be ahead; memory that the allocator loses between blocks; a host's own pauses. The table's numbers
 are published, derived or estimated, and none is measured here. Each GPU has an adapter of its own to other
 hosts; messages between stages, or around a ring, do not share it with other traffic, and switches never
-block. Grids, replicas, expert groups, multicast and rings have no model yet and are refused.
+block. Experts get equal shares of the rows. Grids, replicas, multicast and rings have no model yet and are
+refused.
 """
 
 from __future__ import annotations

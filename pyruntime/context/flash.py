@@ -3,11 +3,13 @@
 A block's mask is divided into pieces: queries that all see the same keys, or squares below their diagonal; so
 it does not matter how a causal mask lies over fewer queries than keys. Flash attention gives a piece's output
 and log-sum-exp, which are merged as `attention_block_` merges them; its backward pass takes the output and
-log-sum-exp over all blocks (Liu et al. 2023, Ring Attention, arXiv:2310.01889).
+log-sum-exp over all blocks (Liu et al. 2023, Ring Attention, arXiv:2310.01889), in torch's deterministic
+mode. A piece's gradients come in q's dtype, and are summed in fp32.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -37,7 +39,7 @@ def is_there(q: Tensor) -> bool:
     )
     if not fits or not q.is_cuda or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(q.device)[0] >= AMPERE
+    return torch.get_device_module(q.device).get_device_capability(q.device)[0] >= AMPERE
 
 
 def pieces_of(begin: Tensor, end: Tensor) -> tuple[MaskPiece, ...] | None:
@@ -102,25 +104,40 @@ def attend_backward(
 ) -> None:
     """Adds a piece's gradients to those of queries, keys and values in `sums`, which have the shapes of q, k
     and v. out and lse: over all blocks."""
-    gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        _heads(grad_out, piece.queries),
-        _heads(q, piece.queries),
-        _heads(k, piece.keys),
-        _heads(v, piece.keys),
-        _heads(out, piece.queries),
-        lse[:, :, piece.queries].contiguous(),
-        None,  # sequences of one length
-        None,
-        piece.queries.stop - piece.queries.start,
-        piece.keys.stop - piece.keys.start,
-        0.0,
-        piece.causal,
-        None,  # no dropout
-        None,
-        scale=scale,
-    )
+    with _deterministic():
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            _heads(grad_out, piece.queries),
+            _heads(q, piece.queries),
+            _heads(k, piece.keys),
+            _heads(v, piece.keys),
+            _heads(out, piece.queries),
+            lse[:, :, piece.queries].contiguous(),
+            None,  # sequences of one length
+            None,
+            piece.queries.stop - piece.queries.start,
+            piece.keys.stop - piece.keys.start,
+            0.0,
+            piece.causal,
+            None,  # no dropout
+            None,
+            scale=scale,
+        )
     for each, tokens, found in zip(sums, (piece.queries, piece.keys, piece.keys), gradients, strict=True):
         each[:, tokens].add_(found.transpose(1, 2))
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """Lets sums have an order: dQ is added up by several blocks of a kernel otherwise."""
+    before, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 def _heads(tokens: Tensor, some: slice) -> Tensor:

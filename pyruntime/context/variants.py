@@ -11,7 +11,8 @@ ulysses         All tokens of H / P heads instead of S / P tokens of all heads, 
                 Ulysses, arXiv 2309.14509). P must divide the key/value heads.
 
 For all input dtypes the sums out, log-sum-exp, dQ, dK and dV are fp32 (fp64 for fp64), also while dK and dV
-travel. Every sum has a fixed order, so results are bitwise the same in every run.
+travel; flash attention (flash.py) gives what is summed in the inputs' dtype. Every sum has a fixed order, so
+results are bitwise the same in every run.
 
 Shapes: k and v [B, S/P, G, d]; q [B, n, H, d], of a rank's last n tokens; lse [B, H, n]. Blocks of the
 sequence are computed by `pyruntime.ops.attention`.
@@ -89,14 +90,15 @@ def attend_backward(
     if variant == "ulysses":
         queries, keys, values = _split_heads(done.kept, q, k, group)
         grad_out = _to_heads(grad_out, group, mask.order_of_queries)
-        out = _to_heads(done.out, group, mask.order_of_queries) if flash.is_there(q) else None
-        if out is None:  # fewer bytes than `out`
-            delta = _to_heads(delta.unsqueeze(-1), group, mask.order_of_queries).squeeze(-1)
-        else:
+        seen, out = mask.of_sequence(all_queries=True), None
+        if flash.is_there(q) and seen.pieces(keys.shape[1]) is not None:
+            out = _to_heads(done.out, group, mask.order_of_queries)
             delta = (grad_out.to(done.lse.dtype) * out).sum(-1)
+        else:  # fewer bytes than `out`
+            delta = _to_heads(delta.unsqueeze(-1), group, mask.order_of_queries).squeeze(-1)
         backward = Backward(grad_out, queries, delta, out, done.lse, scale)
         dkv = backward.zeros((2, *keys.shape))
-        backward.block(keys, values, mask.of_sequence(all_queries=True), dkv)
+        backward.block(keys, values, seen, dkv)
         dq = _to_tokens(backward.dq, group, mask.order_of_queries)
         dk, dv = (_to_tokens(each, group, mask.order) for each in dkv)
         return dq, dk, dv

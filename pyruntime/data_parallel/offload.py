@@ -149,13 +149,13 @@ class Offloaded(Resident):
         for state, gradient in gradients:
             for piece in self._pieces.get(id(state), ()):
                 buffer = self._take(piece)
-                yield [_run(piece, buffer, gradient)]
-                if writes:
-                    self._write(piece, buffer)
-                    buffer.free = piece.written
-                else:
-                    buffer.free = self._used()
-                self._free.append(buffer)
+                try:
+                    yield [_run(piece, buffer, gradient)]
+                    if writes:
+                        self._write(piece, buffer)
+                finally:  # also if the update has failed
+                    buffer.free = piece.written if writes else self._used()
+                    self._free.append(buffer)
 
     def _take(self, piece: _Piece) -> _Buffer:
         """Returns a buffer with the run, once it is there; begins to read the next ones."""

@@ -17,6 +17,7 @@ several hosts sums are also taken on the way, and fewer elements travel.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
@@ -56,7 +57,7 @@ def convert(x: Tensor, source: str, target: str, group: Group, *, size: int | No
         return x
     match kinds:
         case "S", "S":
-            return _to_other_dim(x, _dim(source), _dim(target), group)
+            return _to_other_dim(x, _dim(source), _dim(target), _whole(x, source, ranks, size), group)
         case "S", "B":
             rows = _whole(x, source, ranks, size)
             return _by_rows(x, _dim(source), lambda own: all_gather(own, group, rows=rows))
@@ -92,13 +93,14 @@ def linear_ways(rows: int, features_in: int, features_out: int, ranks: int) -> d
     }
 
 
-def _to_other_dim(x: Tensor, of: int, to: int, group: Group) -> Tensor:
+def _to_other_dim(x: Tensor, of: int, to: int, whole: int, group: Group) -> Tensor:
     ranks = group_size(group)
-    if x.shape[to] % ranks:
-        raise ValueError(
-            f"S({of}) to S({to}): dimension {to} of {list(x.shape)} is not a multiple of the {ranks} ranks; "
-            "go through B."
-        )
+    for dim, size in ((of, whole), (to, x.shape[to])):
+        if size % ranks:
+            raise ValueError(
+                f"S({of}) to S({to}): dimension {dim} has {size} elements, no multiple of the {ranks} ranks; "
+                "go through B."
+            )
     parts = torch.stack(x.chunk(ranks, to))  # [ranks, ...], each rank's part
     equal = [1] * ranks
     received = AllToAll(group, group_name(group), parts, equal, equal).wait()
@@ -108,7 +110,7 @@ def _to_other_dim(x: Tensor, of: int, to: int, group: Group) -> Tensor:
 def _by_rows(x: Tensor, dim: int, run: Callable[[Tensor], Tensor]) -> Tensor:
     """Runs an operator on rows [size of dim, everything else], as operators cut them."""
     first = x.movedim(dim, 0)
-    rows = run(first.reshape(len(first), -1))
+    rows = run(first.reshape(len(first), math.prod(first.shape[1:])))
     return rows.view(len(rows), *first.shape[1:]).movedim(0, dim)
 
 

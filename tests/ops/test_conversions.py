@@ -76,7 +76,7 @@ def ragged(group):
 def test_parts_that_do_not_divide_are_refused(ranks):
     for error in ranks.run(ragged, 2, expect_errors=True):
         assert isinstance(error, ValueError)
-        assert "dimension 1 of [3, 13] is not a multiple of the 2 ranks; go through B" in str(error)
+        assert "dimension 1 has 13 elements, no multiple of the 2 ranks; go through B" in str(error)
 
 
 class Net(torch.nn.Module):

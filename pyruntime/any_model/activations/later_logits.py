@@ -30,13 +30,15 @@ from pyruntime.nn.parameters import own_of, ranges_of
 def rows_of_chunk(head: ColumnParallelLinear, x: Tensor) -> int:
     """Returns by how many rows the loss of a head's input x [.., K] is computed; 0: the head computes its
     logits. That is so where they are few or not trained, where hooks read them or free the weight after the
-    call (ZeRO 3), under autocast and torch.compile, with a bias, and where the features of x are cut."""
+    call (ZeRO 3), under autocast and torch.compile, with a bias, where the features of x are cut, and in
+    fp16, whose gradients need the loss's scale from the first. The same on every rank."""
     if is_compiling() or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return 0
     if head.bias is not None or head.group.y is not None or head._forward_hooks or "forward" in vars(head):
         return 0
-    rows = x.shape[:-1].numel()
-    return chunk_rows(rows, head.weight.shape[0] * x.element_size()) if x.dtype == head.weight.dtype else 0
+    if x.dtype != head.weight.dtype or x.dtype == torch.float16:
+        return 0
+    return chunk_rows(x.shape[:-1].numel(), head.out_features // head.group.size * x.element_size())
 
 
 class HeadInput:
@@ -80,9 +82,10 @@ class HeadInput:
             return gather_features(own, self.head.group, *self.head.sizes)
 
     def loss(self, targets: Tensor, count: Tensor | int, ignore_index: int) -> Tensor:
-        """Returns the sum of the cross-entropies of all rows, divided by count, fp32. targets [T]: of all
-        rows, the same on every rank."""
+        """Returns the sum of the cross-entropies of all rows, divided by count, fp32 (fp64 for
+        fp64). targets [T]: of all rows, the same on every rank."""
         head, x = self.head, self.x
+        precise = torch.float64 if x.dtype == torch.float64 else torch.float32
         rows = to_rows(x if isinstance(x, RowShard) else cut_rows(x, RowGroup(head.group)))
         with as_plain():
             found = linear_cross_entropy(
@@ -93,7 +96,7 @@ class HeadInput:
                 vocab_start=head.vocab_start,
                 vocab_size=head.out_features,
                 ignore_index=ignore_index,
-                token_weights=torch.ones(len(targets), device=targets.device) / count,
+                token_weights=torch.ones(len(targets), dtype=precise, device=targets.device) / count,
                 chunk_rows=rows_of_chunk(head, x),
                 tier=head.tier,
                 wire=head.wire,
