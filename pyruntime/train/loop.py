@@ -266,11 +266,11 @@ class Trainer:
     @contextlib.contextmanager
     def _states_read(self) -> Iterator[None]:
         """Makes an OffloadError of the block the TrainingError with which all ranks end."""
-        with told_to_all():
-            try:
-                yield
-            except OffloadError as error:
-                what = str(error).rstrip(".")
+        try:
+            yield
+        except OffloadError as error:
+            what = str(error).rstrip(".")
+            with told_to_all():
                 raise TrainingError(f"Step {self.step + 1}: {what}; {self._what_is_kept()}.") from error
 
     def _look_for_slow(self) -> list[Finding]:

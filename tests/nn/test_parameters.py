@@ -241,4 +241,4 @@ def test_without_a_group_modules_are_plain():
     loss.sum().backward()
     grads = [p.grad for p in net.parameters() if p.grad is not None]
     assert_near(grad_norm(net.parameters(), None), torch.cat([g.flatten() for g in grads]).norm(), "norm")
-    assert {row.tier for row in explain(net).rows if row.op != "reduce_scatter"} == {"local"}
+    assert {row.tier for row in explain(net).rows if not row.op.startswith("reduce_scatter")} == {"local"}

@@ -132,6 +132,6 @@ def test_an_optimizer_that_no_branch_makes_is_an_error():
     """Rather than AdamW for a name that only pyruntime/choices.py knows."""
     config = RunConfig(optimizer=Optimizer(name="lion"))
     with pytest.raises(AssertionError, match="lion"):
-        optimizer_of(SimpleNamespace(config=config), None, None, None)
+        optimizer_of(SimpleNamespace(config=config), None, None, None, None)
     with pytest.raises(AssertionError, match="lion"):
         _check_optimizer(config)
