@@ -59,7 +59,7 @@ KEPT = (
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 )
-"""What selective recomputation keeps beside products."""
+"""Operators whose results selective recomputation keeps, beside products."""
 
 
 def touch(name: str, *tensors: Tensor) -> None:

@@ -149,7 +149,7 @@ Offloading = Annotated[
     "nothing",
     "moments and master weights: those of CPU ranks to a file, those of devices to host memory",
 ]
-"""What leaves the memory of the weights' device: pyruntime/data_parallel/offload.py."""
+"""Optimizer states outside the memory of the weights' device: pyruntime/data_parallel/offload.py."""
 
 RateSchedule = Annotated[
     Literal["cosine", "linear", "wsd"],

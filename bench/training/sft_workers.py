@@ -7,7 +7,6 @@ import dataclasses
 import io
 import json
 import multiprocessing
-import os
 import random
 import resource
 import time
@@ -18,7 +17,15 @@ from typing import Any
 
 import torch
 
-from bench.training.workers import BETA1, BETA2, CLIP, KEEP_FREED_MEMORY, LEARNING_RATE, WEIGHT_DECAY
+from bench.training.workers import (
+    BETA1,
+    BETA2,
+    CLIP,
+    KEEP_FREED_MEMORY,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    environment,
+)
 
 OURS = {"pyruntime, ZeRO 1": 1, "pyruntime, ZeRO 3": 3}
 THEIRS = {"TRL, DDP": "ddp", "TRL, FSDP2": "fsdp"}
@@ -36,7 +43,7 @@ TEMPLATE = """{%- for message in messages %}
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What all contenders do."""
+    """The finetuning that every contender does."""
 
     shape: dict[str, int]
     folder: str
@@ -161,12 +168,9 @@ class Worker:
         extra = {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
         # pyruntime's trainer keeps freed memory by itself.
         extra |= {} if name in OURS else KEEP_FREED_MEMORY
-        before = {key: os.environ.get(key) for key in extra}
-        os.environ.update(extra)
         self._process = context.Process(target=_work, args=(theirs, name, task), daemon=True)
-        self._process.start()
-        for key, value in before.items():
-            os.environ.pop(key) if value is None else os.environ.update({key: value})
+        with environment(extra):
+            self._process.start()
         theirs.close()
 
     def __enter__(self) -> Worker:
@@ -226,7 +230,7 @@ def _work(orders: Connection, name: str, task: Task) -> None:
             else:
                 _theirs(task, THEIRS[name], orders)
     except EOFError:
-        pass
+        pass  # the parent has closed the pipe: there are no more turns
     except Exception:  # sent to the parent, which ends the benchmark with it
         orders.send(traceback.format_exc())
 

@@ -79,7 +79,7 @@ class Team:
             ours, theirs = context.Pipe()
             job = Job(variant, shape, dtype, rank, store)
             process = context.Process(target=_work, args=(theirs, job), daemon=True)
-            with _environment({"OMP_NUM_THREADS": "1", **variant.environment}):
+            with environment({"OMP_NUM_THREADS": "1", **variant.environment}):
                 process.start()
             theirs.close()
             self._members.append((process, ours))
@@ -122,7 +122,7 @@ class Team:
 
 
 @contextmanager
-def _environment(extra: dict[str, str]) -> Iterator[None]:
+def environment(extra: dict[str, str]) -> Iterator[None]:
     """Sets variables for the processes started inside: malloc reads its variables when a process starts."""
     before = {name: os.environ.get(name) for name in extra}
     os.environ.update(extra)
@@ -148,7 +148,7 @@ def _work(orders: Connection, job: Job) -> None:
                     loss = step(ids, labels)
                 orders.send(Turn(started, time.perf_counter(), time.process_time() - cpu, loss))
         except EOFError:
-            pass
+            pass  # the parent has closed the pipe: there are no more turns
         except Exception:  # sent to the parent, which ends the benchmark with it
             orders.send(traceback.format_exc())
 

@@ -19,7 +19,7 @@ from torch import Tensor
 MOST_PIECES = 16
 """Masks of more, such as those of many documents, are left to the operators that take any mask."""
 MOST_FEATURES = 192
-"""Of a head; with more, not every GPU has the backward pass."""
+"""The widest head: with more features some GPUs lack the backward pass."""
 AMPERE = 8
 """The first compute capability that has flash attention."""
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyruntime.comm.devices import put
-from pyruntime.context.flash import MaskPiece, pieces_of
+from pyruntime.context import flash
+from pyruntime.context.flash import MaskPiece
 from pyruntime.context.layouts import document_bounds, hulls, positions, visible_keys
 from pyruntime.context.ways import Way, ways
 
@@ -39,10 +40,13 @@ class SeenKeys:
             self._after[keys] = SeenKeys(self._begin - keys, self._end - keys, self._device)
         return self._after[keys]
 
-    def pieces(self, keys: int) -> tuple[MaskPiece, ...] | None:
-        """Returns what the queries see of that many keys, for flash attention, if it can be divided so."""
+    def pieces(self, q: Tensor, keys: int) -> tuple[MaskPiece, ...] | None:
+        """Returns what queries `q` see of that many keys, for flash attention; None if it does not take them,
+        or this has no few pieces."""
+        if not flash.is_there(q):
+            return None
         if keys not in self._pieces:
-            self._pieces[keys] = pieces_of(self._begin.clamp(0, keys), self._end.clamp(0, keys))
+            self._pieces[keys] = flash.pieces_of(self._begin.clamp(0, keys), self._end.clamp(0, keys))
         return self._pieces[keys]
 
 

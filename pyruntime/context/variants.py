@@ -29,9 +29,8 @@ from pyruntime import ops
 from pyruntime.choices import WireFormat
 from pyruntime.comm import companion, process_group
 from pyruntime.comm.all_to_all import AllToAll
-from pyruntime.context import flash
 from pyruntime.context.agreement import agree
-from pyruntime.context.block_attention import Backward, attend_block
+from pyruntime.context.block_attention import Backward, attend_block, products
 from pyruntime.context.mask import Mask
 from pyruntime.context.ring_passes import CLASS, ring_backward, ring_forward
 from pyruntime.ops.attention import nothing_seen
@@ -86,23 +85,22 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dq, dk and dv for the forward pass `done`, in fp32 (fp64 for fp64)."""
     agreement = agree(variant, q, k, group, mask, scale)
-    delta = (grad_out.to(done.lse.dtype) * done.out).sum(-1)  # [B, n, H]
     if variant == "ulysses":
         queries, keys, values = _split_heads(done.kept, q, k, group)
-        grad_out = _to_heads(grad_out, group, mask.order_of_queries)
-        seen, out = mask.of_sequence(all_queries=True), None
-        if flash.is_there(q) and seen.pieces(keys.shape[1]) is not None:
-            out = _to_heads(done.out, group, mask.order_of_queries)
-            delta = (grad_out.to(done.lse.dtype) * out).sum(-1)
-        else:  # fewer bytes than `out`
-            delta = _to_heads(delta.unsqueeze(-1), group, mask.order_of_queries).squeeze(-1)
-        backward = Backward(grad_out, queries, delta, out, done.lse, scale)
+        seen, of_out = mask.of_sequence(all_queries=True), dict[str, Tensor]()
+        if seen.pieces(queries, keys.shape[1]) is not None:
+            of_out["out"] = _to_heads(done.out, group, mask.order_of_queries)
+        else:  # fewer bytes
+            delta = products(grad_out, done.out, done.lse.dtype).unsqueeze(-1)
+            of_out["delta"] = _to_heads(delta, group, mask.order_of_queries).squeeze(-1)
+        own = _to_heads(grad_out, group, mask.order_of_queries)
+        backward = Backward(own, queries, done.lse, scale, **of_out)
         dkv = backward.zeros((2, *keys.shape))
         backward.block(keys, values, seen, dkv)
         dq = _to_tokens(backward.dq, group, mask.order_of_queries)
         dk, dv = (_to_tokens(each, group, mask.order) for each in dkv)
         return dq, dk, dv
-    backward = Backward(grad_out, q, delta, done.out, done.lse, scale)
+    backward = Backward(grad_out, q, done.lse, scale, out=done.out)
     if variant == "ring":
         dkv = ring_backward(backward, k, v, group, agreement, mask, wire)
     else:

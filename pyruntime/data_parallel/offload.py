@@ -83,7 +83,7 @@ class _Piece:
     high: int
     arrays: list[Tensor]
     written: Any = None
-    """What ends when it was written last: a Future, or an event."""
+    """The Future, or the event, of its last write."""
 
     @property
     def nbytes(self) -> int:
@@ -96,11 +96,11 @@ class _Buffer:
 
     memory: Tensor
     ready: Any = None
-    """What ends when it has been read into."""
+    """The Future, or the event, of the read into it."""
     asked: int = 0
     """The point of a device's stream at which that began, if a ledger is on."""
     free: Any = None
-    """What ends when it may be read into."""
+    """The Future, or the event, after which it may be read into."""
 
     def arrays(self, piece: _Piece) -> list[Tensor]:
         return [

@@ -126,7 +126,7 @@ def attention_of(rank: int, ranks: int, layout: str, monkeypatch) -> Program:
     mask = mask_of(layout, share * ranks, ranks, rank, True, None, share, q.device)
     done = [ring_passes.ring_forward(q, k, v, GROUP, 1, mask, 1.0, "same") for _ in range(2)]
     for out, lse in reversed(done):
-        backward = block_attention.Backward(out, q, torch.zeros_like(lse).transpose(1, 2), None, lse, 1.0)
+        backward = block_attention.Backward(out, q, lse, 1.0, out=out)
         ring_passes.ring_backward(backward, k, v, GROUP, 1, mask, "same")
     return recorder.program
 

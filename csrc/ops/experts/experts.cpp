@@ -406,7 +406,7 @@ Tensors experts_backward(const at::Tensor& grad, const at::Tensor& x_shard, cons
   const bool was_kept = kept.dim() == 2 && cut && group.crosses_hosts(x_shard.device());
   if (reads_x && !was_kept) rows_of_x.emplace(route, x, cut);
   const ExpertRows routed(table, held.first, held.count, pads(gate_up, table, experts));
-  // What only the gradient of a matrix reads of all rows; else of the rows that are computed at once.
+  // The gradient of a matrix reads all places. Without it, rows last as long as they are computed with.
   const auto empty = [&](int64_t rows, int64_t width) { return at::empty({rows, width}, x_shard.options()); };
   const auto for_all = [&](bool needed, int64_t width) {
     return needed ? empty(routed.size(), width) : at::Tensor();

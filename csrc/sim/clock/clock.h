@@ -60,8 +60,8 @@ class Clock {
   // The place that is written down with spans from now on: a module's name, set by Python.
   void set_place(std::string place);
   std::string place();
-  // What the host reads of a device as integers, place by place: 0, 1, ... below - 1, and again. 0: none may
-  // be read.
+  // The host reads integers of a device as 0, 1, ... below - 1, and again, place by place; with 0 it may read
+  // none.
   void set_integers_below(int64_t below) { integers_below_ = below; }
   int64_t integers_below() const { return integers_below_; }
   // Keeps spans from now on, or none.

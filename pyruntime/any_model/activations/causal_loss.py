@@ -25,8 +25,8 @@ _OWN = "tp_own_logits"
 
 
 class _Left(NamedTuple):
-    """What a head attaches to its whole output: itself, its output on this rank or its input, and the whole's
-    version."""
+    """A head's note on its whole output: the head, its output on this rank or its input, and the version of
+    the whole."""
 
     head: ColumnParallelLinear
     own: Tensor | HeadInput
