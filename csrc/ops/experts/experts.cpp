@@ -8,21 +8,19 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/index_select.h>
 #include <ATen/ops/mv.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
-#include <functional>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "core/saved_output.h"
 #include "cpu/layers/expert_kernels.h"
+#include "ops/experts/expert_passes.h"
 #include "ops/experts/expert_rows.h"
 #include "ops/gather_matmul.h"
 #include "ops/gemm/gemm.h"
@@ -117,202 +115,6 @@ at::Tensor gathered(Group& group, const at::Tensor& own, int64_t rows) {
   return GatherMatmul(whole, Op::kAllGather, Operand::of(own, 0, "ids"), RowsAre::kKept).rows().select(0, 0);
 }
 
-// Rows that are computed together: on a CPU an expert's rows in `range`, or all its places if these are all
-// its rows; on a device all places of all experts.
-struct Share {
-  int64_t first, experts;
-  ExpertRows::Run run;
-  Chunk range;
-};
-
-// Calls `use` with each expert of `share` that has places, and these, counted from the share's first.
-void for_each_expert(const ExpertRows& routed, const Share& share,
-                     const std::function<void(int64_t expert, const ExpertRows::Run& own)>& use) {
-  if (share.experts == 1) return use(share.first, {0, share.run.count});
-  for (int64_t expert = share.first; expert < share.first + share.experts; ++expert) {
-    const ExpertRows::Run run = routed.places_of(expert);
-    if (!run.is_empty()) use(expert, {run.begin - share.run.begin, run.count});
-  }
-}
-
-// rows @ matrix^T [+ bias] if `transposed`, else rows @ matrix, for the matrices of this rank's experts. Each
-// is arranged when its first rows come, and dropped after its last.
-class ExpertGemms {
- public:
-  ExpertGemms(const at::Tensor& matrices, bool transposed, const ExpertRows& routed,
-              const at::Tensor& biases = {})
-      : matrices_(matrices), biases_(biases), transposed_(transposed), routed_(routed) {
-    gemms_.resize(routed.experts());
-    done_.resize(routed.experts());
-  }
-
-  void write(const Share& share, const at::Tensor& out, const at::Tensor& rows) {
-    for_each_expert(routed_, share, [&](int64_t expert, const ExpertRows::Run& own) {
-      write(expert, own.of(out), own.of(rows));
-    });
-  }
-
- private:
-  // rows: those of some chunks, or all places of the expert.
-  void write(int64_t expert, const at::Tensor& out, const at::Tensor& rows) {
-    const int64_t all = routed_.of(expert).count, count = rows.size(0), padded = routed_.padded(count);
-    if (!gemms_[expert]) gemms_[expert].emplace(matrices_.select(0, expert), transposed_, all);
-    const at::Tensor bias = biases_.defined() ? biases_.select(0, expert) : at::Tensor();
-    const auto multiply = [&](const at::Tensor& to, const at::Tensor& from) {
-      gemms_[expert]->write(to.unsqueeze(0), from.unsqueeze(0), bias, /*accumulate=*/false);
-    };
-    if (count == padded) {
-      multiply(out, rows);
-    } else {
-      const at::Tensor from = rows.new_zeros({padded, rows.size(1)});
-      const at::Tensor to = rows.new_empty({padded, out.size(1)});
-      from.narrow(0, 0, count).copy_(rows);
-      multiply(to, from);
-      out.copy_(to.narrow(0, 0, count));
-    }
-    if ((done_[expert] += count) >= all) gemms_[expert].reset();
-  }
-
-  at::Tensor matrices_, biases_;
-  bool transposed_;
-  const ExpertRows& routed_;
-  std::vector<std::optional<WeightGemm>> gemms_;
-  std::vector<int64_t> done_;
-};
-
-// The least rows of an expert in one GEMM between hosts: with fewer, reading its matrix takes the time. Ours
-// arranges a matrix once for all of them, the library in each.
-constexpr int64_t kRowsOfOurs = 16, kRowsOfLibrary = 64;
-
-// How many rows of all ranks are computed at once. On one host there is nothing to hide on a CPU, as rows are
-// read where they are: all of them. On a device all too, because a launch for each expert and chunk would
-// take longer than all products.
-int64_t rows_at_once(const Route& route, const ExpertRows& routed, const at::Tensor& matrices) {
-  if (!matrices.is_cpu() || !route.group.crosses_hosts(matrices.device()) || routed.size() == 0)
-    return route.rows;
-  const bool ours = cpu::PackedMatrix::can_hold(matrices.select(0, 0));
-  return (ours ? kRowsOfOurs : kRowsOfLibrary) * routed.experts() * route.rows / routed.size();
-}
-
-// Computes a rank's term of a scatter: for each row the sum of its results over this rank's experts. Takes
-// several chunks at once where one has too few rows.
-class SumsOfExperts {
- public:
-  // Writes to out [share.run.count, D] what experts make of their rows.
-  using Compute = std::function<void(const Share& share, const at::Tensor& out)>;
-
-  SumsOfExperts(const Route& route, const Operand& x, const ExpertRows& routed, int64_t at_once,
-                Compute compute)
-      : routed_(routed),
-        form_(x),
-        own_(ChunkPlan(route.rows, route.group.world_size(), route.group.rank()).own()),
-        at_once_(at_once),
-        compute_(std::move(compute)),
-        made_(at::empty({routed.size(), x.width}, x.data.options())),
-        is_made_(route.rows, false) {
-    form_.rows = route.rows;
-  }
-
-  // To be used while this lives.
-  MatmulScatter::Parts parts() {
-    return {.operands = {form_},
-            .weights = {},
-            .transposed = false,
-            .compute = [this](const at::Tensor& out, const Chunk& chunk) { write(out, chunk); },
-            .prepare = [this](const std::vector<Chunk>& order) { begin(order); }};
-  }
-
- private:
-  // On CPUs half of the own rows come first, as they wait for nobody; the others last, while sums travel.
-  void begin(const std::vector<Chunk>& order) {
-    order_ = order;
-    if (at_once_ > 0 && own_.rows / 2 >= at_once_) make(own_.begin, own_.begin + own_.rows / 2);
-  }
-
-  void write(const at::Tensor& out, const Chunk& chunk) {
-    int64_t begin = chunk.begin, end = begin + chunk.rows;
-    for (const Chunk& next : order_) {
-      if (next.begin == end && end - begin < at_once_) end += next.rows;
-    }
-    if (at_once_ >= form_.rows) begin = 0, end = form_.rows;
-    make(begin, end);
-    if (made_.is_cpu()) return routed_.sum(made_, chunk, out.select(0, 0));
-    if (!sums_.defined()) sums_ = routed_.sums(made_);
-    out.select(0, 0).copy_(sums_.narrow(0, chunk.begin, chunk.rows));
-  }
-
-  void make(int64_t begin, int64_t end) {
-    if (!made_.is_cpu()) {
-      if (!sums_.defined() && routed_.size() > 0) {
-        compute_({0, routed_.experts(), routed_.all(), {own_.owner, 0, form_.rows}}, made_);
-      }
-      return;
-    }
-    const auto last = is_made_.begin() + end;
-    for (auto from = is_made_.begin() + begin; from != last;) {
-      from = std::find(from, last, false);
-      const auto to = std::find(from, last, true);
-      const Chunk range{own_.owner, from - is_made_.begin(), to - from};
-      for (int64_t expert = 0; range.rows > 0 && expert < routed_.experts(); ++expert) {
-        ExpertRows::Run run = routed_.of(expert, range);
-        if (run.count == routed_.of(expert).count) run = routed_.places_of(expert);
-        if (!run.is_empty()) compute_({expert, 1, run, range}, run.of(made_));
-      }
-      std::fill(from, to, true);
-      from = to;
-    }
-  }
-
-  const ExpertRows& routed_;
-  Operand form_;  // of all rows
-  Chunk own_;
-  int64_t at_once_;
-  Compute compute_;
-  std::vector<Chunk> order_;
-  at::Tensor made_;            // [routed rows, D], in their order
-  at::Tensor sums_;            // on a device: of all rows
-  std::vector<bool> is_made_;  // of all rows, on a CPU
-};
-
-// Rows of all ranks: gathered if they are cut, else this rank's.
-class AllRows {
- public:
-  AllRows(const Route& route, const Operand& rows, bool cut) : rows_(rows) {
-    const RowsAre read = rows.data.is_cpu() ? RowsAre::kPassing : RowsAre::kLent;
-    if (cut) gather_.emplace(route, Op::kAllGatherMatmul, rows, read);
-  }
-
-  // Copies the rows of `share` to `out`.
-  void copy(const ExpertRows& routed, const Share& share, const at::Tensor& out) {
-    const Chunk& range = share.range;
-    if (!out.is_cpu()) {
-      const at::Tensor all = gather_ ? gather_->rows() : rows_.rows_of(range);
-      at::Tensor to = out;
-      at::index_select_out(to, all.select(0, 0), 0, routed.rows());
-      return;
-    }
-    const int64_t first = routed.of(share.first, range).begin;
-    const auto take = [&](const Chunk& part, const at::Tensor& rows) {
-      const ExpertRows::Run run = routed.of(share.first, part);
-      if (run.is_empty()) return;
-      at::Tensor to = out.narrow(0, run.begin - first, run.count);
-      at::index_select_out(to, rows.select(0, 0), 0, run.of(routed.rows()) - part.begin);
-    };
-    if (gather_) {
-      gather_->for_each_in(range, take);
-    } else {
-      take(range, rows_.rows_of(range));
-    }
-  }
-  void finish() {
-    if (gather_) gather_->finish();
-  }
-
- private:
-  Operand rows_;
-  std::optional<GatherMatmul> gather_;
-};
-
 Route route_of(const char* op, const Operand& x, int64_t features, c10::string_view group,
                c10::string_view tier, bool cut, int64_t rows) {
   Call call{.op = op, .x = x, .n = features, .k = x.width, .group = group, .tier = tier};
@@ -362,19 +164,18 @@ Tensors experts(const at::Tensor& x_shard, const at::Tensor& ids, const at::Tens
   at::Tensor kept = at::empty({keep ? routed.size() : 0, x.width}, x_shard.options());
   const at::Tensor of_outputs = scales_input ? at::ones_like(routed.weights()) : routed.weights();
   ExpertGemms up(gate_up, !transposed, routed, of.gate_up_bias), back(down, !transposed, routed);
-  SumsOfExperts sums(
-      route, x, routed, rows_at_once(route, routed, gate_up), [&](const Share& share, const at::Tensor& out) {
-        const ExpertRows::Run& run = share.run;
-        const at::Tensor rows = keep ? run.of(kept) : at::empty({run.count, x.width}, x_shard.options());
-        rows_of_x.copy(routed, share, rows);
-        up.write(share, run.of(hidden), scales_input ? weighted(rows, run.of(routed.weights())) : rows);
-        const at::Tensor p = run.of(of_outputs);
-        back.write(share, out, layers::weighted_gating(run.of(hidden), p, gating));
-        if (!of.has_bias()) return;
-        for_each_expert(routed, share, [&](int64_t expert, const ExpertRows::Run& own) {
-          own.of(out).add_(own.of(p).unsqueeze(1) * of.down_bias.select(0, expert));
-        });
-      });
+  SumsOfExperts sums(route, x, routed, gate_up, [&](const Share& share, const at::Tensor& out) {
+    const ExpertRows::Run& run = share.run;
+    const at::Tensor rows = keep ? run.of(kept) : at::empty({run.count, x.width}, x_shard.options());
+    rows_of_x.copy(routed, share, rows);
+    up.write(share, run.of(hidden), scales_input ? weighted(rows, run.of(routed.weights())) : rows);
+    const at::Tensor p = run.of(of_outputs);
+    back.write(share, out, layers::weighted_gating(run.of(hidden), p, gating));
+    if (!of.has_bias()) return;
+    for_each_expert(routed, share, [&](int64_t expert, const ExpertRows::Run& own) {
+      own.of(out).add_(own.of(p).unsqueeze(1) * of.down_bias.select(0, expert));
+    });
+  });
   MatmulScatter scatter(route, sums.parts(), /*all=*/!cut);
   rows_of_x.finish();
   const at::Tensor y = scatter.finish().view(x_shard.sizes());
@@ -420,32 +221,31 @@ Tensors experts_backward(const at::Tensor& grad, const at::Tensor& x_shard, cons
   const at::Tensor dp = at::zeros({table.size(0) * table.size(1) / 2}, table.options());
   const at::Tensor of_outputs = scales_input ? at::ones_like(routed.weights()) : routed.weights();
   ExpertGemms through_down(down, transposed, routed), through_up(gate_up, transposed, routed);
-  SumsOfExperts sums(
-      route, x, routed, rows_at_once(route, routed, gate_up), [&](const Share& share, const at::Tensor& out) {
-        const ExpertRows::Run& run = share.run;
-        const at::Tensor dy_run = rows_in(dy_rows, run, x.width);
-        const at::Tensor dhidden_run = rows_in(dhidden, run, 2 * features);
-        rows_of_dy.copy(routed, share, dy_run);
-        if (rows_of_x) rows_of_x->copy(routed, share, run.of(x_rows));
-        const at::Tensor dproduct = empty(run.count, features);
-        through_down.write(share, dproduct, dy_run);
-        const at::Tensor dots = at::empty({run.count}, table.options());
-        layers::weighted_gating_backward(dproduct, run.of(hidden), run.of(of_outputs), gating, dhidden_run,
-                                         rows_in(products, run, features), dots);
-        through_up.write(share, out, dhidden_run);
-        if (scales_input) {
-          dots.copy_((run.of(x_rows).to(dots.scalar_type()) * out).sum(-1));
-          out.copy_(weighted(out, run.of(routed.weights())));
-        } else if (down_bias) {
-          for_each_expert(routed, share, [&](int64_t expert, const ExpertRows::Run& own) {
-            const at::Tensor bias = down_bias->select(0, expert).to(dots.scalar_type());
-            own.of(dots).add_(at::mv(own.of(dy_run).to(dots.scalar_type()), bias));
-          });
-        }
-        // On a device there is no padding.
-        const ExpertRows::Run rows = share.experts == 1 ? routed.of(share.first, share.range) : run;
-        dp.index_copy_(0, rows.of(routed.places()), dots.narrow(0, 0, rows.count));
+  SumsOfExperts sums(route, x, routed, gate_up, [&](const Share& share, const at::Tensor& out) {
+    const ExpertRows::Run& run = share.run;
+    const at::Tensor dy_run = rows_in(dy_rows, run, x.width);
+    const at::Tensor dhidden_run = rows_in(dhidden, run, 2 * features);
+    rows_of_dy.copy(routed, share, dy_run);
+    if (rows_of_x) rows_of_x->copy(routed, share, run.of(x_rows));
+    const at::Tensor dproduct = empty(run.count, features);
+    through_down.write(share, dproduct, dy_run);
+    const at::Tensor dots = at::empty({run.count}, table.options());
+    layers::weighted_gating_backward(dproduct, run.of(hidden), run.of(of_outputs), gating, dhidden_run,
+                                     rows_in(products, run, features), dots);
+    through_up.write(share, out, dhidden_run);
+    if (scales_input) {
+      dots.copy_((run.of(x_rows).to(dots.scalar_type()) * out).sum(-1));
+      out.copy_(weighted(out, run.of(routed.weights())));
+    } else if (down_bias) {
+      for_each_expert(routed, share, [&](int64_t expert, const ExpertRows::Run& own) {
+        const at::Tensor bias = down_bias->select(0, expert).to(dots.scalar_type());
+        own.of(dots).add_(at::mv(own.of(dy_run).to(dots.scalar_type()), bias));
       });
+    }
+    // On a device there is no padding.
+    const ExpertRows::Run rows = share.experts == 1 ? routed.of(share.first, share.range) : run;
+    dp.index_copy_(0, rows.of(routed.places()), dots.narrow(0, 0, rows.count));
+  });
   MatmulScatter scatter(route, sums.parts(), /*all=*/!cut);
   rows_of_dy.finish();
   if (rows_of_x) rows_of_x->finish();

@@ -1,0 +1,168 @@
+#include "ops/experts/expert_passes.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/index_select.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "cpu/packed_matrix.h"
+
+namespace pyruntime {
+
+void for_each_expert(const ExpertRows& routed, const Share& share,
+                     const std::function<void(int64_t expert, const ExpertRows::Run& own)>& use) {
+  if (share.experts == 1) return use(share.first, {0, share.run.count});
+  for (int64_t expert = share.first; expert < share.first + share.experts; ++expert) {
+    const ExpertRows::Run run = routed.places_of(expert);
+    if (!run.is_empty()) use(expert, {run.begin - share.run.begin, run.count});
+  }
+}
+
+// --- GEMMs
+
+ExpertGemms::ExpertGemms(const at::Tensor& matrices, bool transposed, const ExpertRows& routed,
+                         const at::Tensor& biases)
+    : matrices_(matrices), biases_(biases), transposed_(transposed), routed_(routed) {
+  gemms_.resize(routed.experts());
+  done_.resize(routed.experts());
+}
+
+void ExpertGemms::write(const Share& share, const at::Tensor& out, const at::Tensor& rows) {
+  for_each_expert(routed_, share, [&](int64_t expert, const ExpertRows::Run& own) {
+    write(expert, own.of(out), own.of(rows));
+  });
+}
+
+void ExpertGemms::write(int64_t expert, const at::Tensor& out, const at::Tensor& rows) {
+  const int64_t all = routed_.of(expert).count, count = rows.size(0), padded = routed_.padded(count);
+  if (!gemms_[expert]) gemms_[expert].emplace(matrices_.select(0, expert), transposed_, all);
+  const at::Tensor bias = biases_.defined() ? biases_.select(0, expert) : at::Tensor();
+  const auto multiply = [&](const at::Tensor& to, const at::Tensor& from) {
+    gemms_[expert]->write(to.unsqueeze(0), from.unsqueeze(0), bias, /*accumulate=*/false);
+  };
+  if (count == padded) {
+    multiply(out, rows);
+  } else {
+    const at::Tensor from = rows.new_zeros({padded, rows.size(1)});
+    const at::Tensor to = rows.new_empty({padded, out.size(1)});
+    from.narrow(0, 0, count).copy_(rows);
+    multiply(to, from);
+    out.copy_(to.narrow(0, 0, count));
+  }
+  if ((done_[expert] += count) >= all) gemms_[expert].reset();
+}
+
+// --- sums
+
+namespace {
+
+// The least rows of an expert in one GEMM between hosts: with fewer, reading its matrix takes the time. Ours
+// arranges a matrix once for all of them, the library in each.
+constexpr int64_t kRowsOfOurs = 16, kRowsOfLibrary = 64;
+
+// On one host there is nothing to hide, as rows are read where they are: all rows at once.
+int64_t rows_at_once(const Route& route, const ExpertRows& routed, const at::Tensor& matrices) {
+  if (!route.group.crosses_hosts(matrices.device()) || routed.size() == 0) return route.rows;
+  const bool ours = cpu::PackedMatrix::can_hold(matrices.select(0, 0));
+  return (ours ? kRowsOfOurs : kRowsOfLibrary) * routed.experts() * route.rows / routed.size();
+}
+
+}  // namespace
+
+SumsOfExperts::SumsOfExperts(const Route& route, const Operand& x, const ExpertRows& routed,
+                             const at::Tensor& matrices, Compute compute)
+    : routed_(routed),
+      form_(x),
+      own_(ChunkPlan(route.rows, route.group.world_size(), route.group.rank()).own()),
+      at_once_(matrices.is_cpu() ? rows_at_once(route, routed, matrices) : 0),
+      compute_(std::move(compute)),
+      made_(at::empty({routed.size(), x.width}, x.data.options())),
+      is_made_(route.rows, false) {
+  form_.rows = route.rows;
+}
+
+MatmulScatter::Parts SumsOfExperts::parts() {
+  return {.operands = {form_},
+          .weights = {},
+          .transposed = false,
+          .compute = [this](const at::Tensor& out, const Chunk& chunk) { write(out, chunk); },
+          .prepare = [this](const std::vector<Chunk>& order) { begin(order); }};
+}
+
+void SumsOfExperts::begin(const std::vector<Chunk>& order) {
+  order_ = order;
+  if (at_once_ > 0 && own_.rows / 2 >= at_once_) make(own_.begin, own_.begin + own_.rows / 2);
+}
+
+void SumsOfExperts::write(const at::Tensor& out, const Chunk& chunk) {
+  if (!made_.is_cpu()) {
+    if (!sums_.defined()) sums_ = sums_of_all();
+    out.select(0, 0).copy_(sums_.narrow(0, chunk.begin, chunk.rows));
+    return;
+  }
+  int64_t begin = chunk.begin, end = begin + chunk.rows;
+  for (const Chunk& next : order_) {
+    if (next.begin == end && end - begin < at_once_) end += next.rows;
+  }
+  if (at_once_ >= form_.rows) begin = 0, end = form_.rows;
+  make(begin, end);
+  routed_.sum(made_, chunk, out.select(0, 0));
+}
+
+void SumsOfExperts::make(int64_t begin, int64_t end) {
+  const auto last = is_made_.begin() + end;
+  for (auto from = is_made_.begin() + begin; from != last;) {
+    from = std::find(from, last, false);
+    const auto to = std::find(from, last, true);
+    const Chunk range{own_.owner, from - is_made_.begin(), to - from};
+    for (int64_t expert = 0; range.rows > 0 && expert < routed_.experts(); ++expert) {
+      ExpertRows::Run run = routed_.of(expert, range);
+      if (run.count == routed_.of(expert).count) run = routed_.places_of(expert);
+      if (!run.is_empty()) compute_({expert, 1, run, range}, run.of(made_));
+    }
+    std::fill(from, to, true);
+    from = to;
+  }
+}
+
+at::Tensor SumsOfExperts::sums_of_all() {
+  const Chunk every{own_.owner, 0, form_.rows};
+  if (routed_.size() > 0) compute_({0, routed_.experts(), routed_.all(), every}, made_);
+  return routed_.sums(made_);
+}
+
+// --- rows
+
+AllRows::AllRows(const Route& route, const Operand& rows, bool cut) : rows_(rows) {
+  const RowsAre read = rows.data.is_cpu() ? RowsAre::kPassing : RowsAre::kLent;
+  if (cut) gather_.emplace(route, Op::kAllGatherMatmul, rows, read);
+}
+
+void AllRows::copy(const ExpertRows& routed, const Share& share, const at::Tensor& out) {
+  const Chunk& range = share.range;
+  if (!out.is_cpu()) {
+    const at::Tensor all = gather_ ? gather_->rows() : rows_.rows_of(range);
+    at::Tensor to = out;
+    at::index_select_out(to, all.select(0, 0), 0, routed.rows());
+    return;
+  }
+  const int64_t first = routed.of(share.first, range).begin;
+  const auto take = [&](const Chunk& part, const at::Tensor& rows) {
+    const ExpertRows::Run run = routed.of(share.first, part);
+    if (run.is_empty()) return;
+    at::Tensor to = out.narrow(0, run.begin - first, run.count);
+    at::index_select_out(to, rows.select(0, 0), 0, run.of(routed.rows()) - part.begin);
+  };
+  if (gather_) {
+    gather_->for_each_in(range, take);
+  } else {
+    take(range, rows_.rows_of(range));
+  }
+}
+
+void AllRows::finish() {
+  if (gather_) gather_->finish();
+}
+
+}  // namespace pyruntime

@@ -1,0 +1,103 @@
+// The passes of an operator of experts: rows are gathered, the experts of this rank multiply theirs, and what
+// they make of a row is summed. On CPUs an expert takes its rows chunk by chunk, as they arrive. On devices
+// all experts take all rows in one launch each, but for an expert's GEMMs: a launch for each expert and chunk
+// would take longer than all products.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "core/chunk_plan.h"
+#include "ops/experts/expert_rows.h"
+#include "ops/gather_matmul.h"
+#include "ops/gemm/gemm.h"
+#include "ops/matmul_scatter.h"
+#include "ops/operand.h"
+#include "ops/tier/route.h"
+
+namespace pyruntime {
+
+// Rows that are computed together: on a CPU an expert's rows in `range`, or all its places if these are all
+// its rows; on a device all places of all experts.
+struct Share {
+  int64_t first, experts;
+  ExpertRows::Run run;
+  Chunk range;
+};
+
+// Calls `use` with each expert of `share` that has places, and these, counted from the share's first.
+void for_each_expert(const ExpertRows& routed, const Share& share,
+                     const std::function<void(int64_t expert, const ExpertRows::Run& own)>& use);
+
+// rows @ matrix^T [+ bias] if `transposed`, else rows @ matrix, for the matrices of this rank's experts. Each
+// is arranged when its first rows come, and dropped after its last.
+class ExpertGemms {
+ public:
+  ExpertGemms(const at::Tensor& matrices, bool transposed, const ExpertRows& routed,
+              const at::Tensor& biases = {});
+
+  void write(const Share& share, const at::Tensor& out, const at::Tensor& rows);
+
+ private:
+  // rows: those of some chunks, or all places of the expert.
+  void write(int64_t expert, const at::Tensor& out, const at::Tensor& rows);
+
+  at::Tensor matrices_, biases_;
+  bool transposed_;
+  const ExpertRows& routed_;
+  std::vector<std::optional<WeightGemm>> gemms_;
+  std::vector<int64_t> done_;
+};
+
+// Computes a rank's term of a scatter: for each row the sum of its results over this rank's experts.
+class SumsOfExperts {
+ public:
+  // Writes to out [share.run.count, D] what experts make of their rows.
+  using Compute = std::function<void(const Share& share, const at::Tensor& out)>;
+
+  // matrices: the experts' first ones, which decide how many rows a CPU computes at once.
+  SumsOfExperts(const Route& route, const Operand& x, const ExpertRows& routed, const at::Tensor& matrices,
+                Compute compute);
+
+  // To be used while this lives.
+  MatmulScatter::Parts parts();
+
+ private:
+  // On CPUs half of the own rows come first, as they wait for nobody; the others last, while sums travel.
+  void begin(const std::vector<Chunk>& order);
+  void write(const at::Tensor& out, const Chunk& chunk);
+  // On a CPU: what is not made yet of these rows.
+  void make(int64_t begin, int64_t end);
+  // On a device: the sums of all rows, [rows, D].
+  at::Tensor sums_of_all();
+
+  const ExpertRows& routed_;
+  Operand form_;  // of all rows
+  Chunk own_;
+  int64_t at_once_;  // rows of all ranks that a CPU computes at once
+  Compute compute_;
+  std::vector<Chunk> order_;
+  at::Tensor made_;            // [routed rows, D], in their order
+  at::Tensor sums_;            // sums_of_all(), once it was called
+  std::vector<bool> is_made_;  // of all rows, on a CPU
+};
+
+// Rows of all ranks: gathered if they are cut, else this rank's.
+class AllRows {
+ public:
+  AllRows(const Route& route, const Operand& rows, bool cut);
+
+  // Copies the rows of `share` to `out`.
+  void copy(const ExpertRows& routed, const Share& share, const at::Tensor& out);
+  void finish();
+
+ private:
+  Operand rows_;
+  std::optional<GatherMatmul> gather_;
+};
+
+}  // namespace pyruntime
