@@ -38,8 +38,8 @@ test: lint  ## lint, then the first tier of tests: what a person waits for (test
 	$(PYTEST) --first-tier
 
 .PHONY: test-second
-test-second: $(BUILT)  ## the second tier: more cases, benches, packaging, compiled kernels
-	$(PYTEST) --second-tier
+test-second: $(BUILT)  ## the second tier: more cases, benches, packaging, compiled kernels; WITHIN=SECONDS ends it
+	$(PYTEST) --second-tier $(if $(WITHIN),--time $(WITHIN))
 
 .PHONY: test-all
 test-all: test test-second  ## both tiers: all tests but those of the targets below

@@ -1,10 +1,11 @@
-"""Times our bf16 GEMM and the library's (torch.mm) for the three products of a linear layer on the CPU.
+"""Times our bf16 GEMM and the library's for the three products of a linear layer on the CPU.
 
     python -m bench.gemm                                    one thread
     torchrun --nproc-per-node 2 -m bench.gemm               two ranks of one thread at once; the slower counts
 
 x [rows, k], a weight [n, k]: forward x W^T, dX = dY W, dW = dY^T x, and dW added to a gradient. Ours packs
-its operands in every product, as in a layer. Seconds are processor time (CLOCK_THREAD_CPUTIME_ID), without
+its operands in every product, as in a layer. The library's is torch.mm, or where it has no bf16 the same
+in fp32, of operands converted in the call. Seconds are processor time (CLOCK_THREAD_CPUTIME_ID), without
 the time that other programs take. The two GEMMs take turns, and the fastest round counts (of two rounds if a
 product takes half a second). Operands are random numbers in memory that is already mapped.
 
@@ -120,7 +121,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if not _C.has_own_gemm():
-        sys.exit("Our GEMM needs a processor with AVX512-BF16 and without AMX; here the library is used.")
+        sys.exit("Our GEMM needs a processor with AVX2 and without AMX; here the library is used.")
     torch.set_num_threads(1)
     pyruntime.keep_freed_memory()
     if "RANK" in os.environ:

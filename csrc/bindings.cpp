@@ -521,6 +521,7 @@ void bind_data_parallel(py::module_& m) {
   m.def("takes_own_gemm", [](const std::string& product, int64_t rows, int64_t k, int64_t n) {
     return takes_ours(product_named(product), rows, k, n);
   });
+  m.def("library_has_bf16", &library_has_bf16);
   m.def("has_own_gemm", [] { return cpu::PackedMatrix::can_hold(at::empty({1, 1}, at::kBFloat16)); });
   py::class_<WeightGemm>(m, "WeightGemm", "rows @ weight^T or rows @ weight, some rows at a time.")
       .def(py::init<const at::Tensor&, bool, int64_t>(), py::arg("weight"), py::arg("transposed"),

@@ -67,6 +67,13 @@ def test_each_number_shuffles_in_its_own_way_and_leaves_nothing_out(tmp_path):
     assert all(sorted(order) == sorted([*FIRST, *SECOND]) for order in orders)
 
 
+def test_what_has_not_begun_in_time_is_skipped_and_counted(tmp_path):
+    slow = "import time, pytest\n@pytest.mark.parametrize('n', range(3))\ndef test_slow(n): time.sleep(0.5)\n"
+    said = run(tmp_path, "--time", "0.4", "-rs", tests=slow)
+    assert len(re.findall("PASSED", said)) <= 1 and "not begun after 0.4 s (--time)" in said
+    assert len(re.findall("PASSED", run(tmp_path, "--time", "60", tests=slow))) == 3
+
+
 def test_no_test_draws_from_a_generator_without_a_seed():
     """numpy's is seeded by nobody: np.random.default_rng(random.getrandbits(64)) begins at --seed."""
     unseeded = re.compile(r"default_rng\(\)|SystemRandom|np\.random\.(?!default_rng|Generator)\w+\(")

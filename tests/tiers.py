@@ -11,11 +11,15 @@ pytest without --first-tier and --second-tier runs both. Random numbers begin at
 and on every rank. With --second-tier each session has another seed: its header names it, --seed repeats it.
 --shuffled N takes files, and the tests of each, in another order for every N: a test that depends on one
 before it fails in some orders.
+
+--time SECONDS skips, and counts, what has not begun by then, for a machine that must end (.ci/run). The
+order is then drawn from the seed, so that each session leaves out other tests.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -31,6 +35,7 @@ FOLDERS = (
     "tests/tuning/",
 )
 """Folders with only second-tier tests."""
+BEGAN = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,16 +43,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--first-tier", action="store_true", help="only what a person waits for")
     group.addoption("--second-tier", action="store_true", help="only the rest")
     group.addoption("--shuffled", type=int, metavar="N", help="take files and tests in an order made of N")
+    group.addoption("--time", type=float, metavar="SECONDS", help="skip tests that have not begun by then")
     group.addoption("--seed", type=int, help="where random numbers begin (0; in the second tier, any)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[BEGAN] = time.monotonic()
     if config.option.seed is None:  # workers get it from the session
         config.option.seed = random.SystemRandom().randrange(2**31) if config.option.second_tier else 0
+    if config.option.time is not None and config.option.shuffled is None:
+        config.option.shuffled = config.option.seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"random numbers: --seed {config.option.seed}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    allowed = item.config.option.time
+    if allowed is not None and time.monotonic() - item.config.stash[BEGAN] > allowed:
+        pytest.skip(f"not begun after {allowed:g} s (--time); `make test-second` runs all")
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-// The bf16 GEMM on AVX512-BF16; packed_matrix.h states what it guarantees.
+// The bf16 GEMM of our own; packed_matrix.h states what it guarantees.
 #include "cpu/packed_matrix.h"
 
 #include <ATen/Parallel.h>
@@ -7,27 +7,37 @@
 
 #include <algorithm>
 
-#include "cpu/bf16_tiles.h"
-
-#ifdef PYRUNTIME_PACKED_MATRIX
+#if defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>
+
+#include "cpu/bf16_tiles_avx2.h"
+#include "cpu/bf16_tiles_avx512.h"
+#else
+#include "cpu/bf16_tiles.h"
 #endif
 
 namespace pyruntime::cpu {
 
-#ifdef PYRUNTIME_PACKED_MATRIX
-
 namespace {
 
-bool has_instructions() {
-  static const bool found = [] {
-    __builtin_cpu_init();
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    constexpr unsigned kAmxBf16 = 1U << 22;
-    const bool has_amx = __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & kAmxBf16) != 0;
-    return !has_amx && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  }();
+// Returns the inner loops for this processor; null if it has none, or if its AMX is faster.
+const Bf16Tiles* find_tiles() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  __builtin_cpu_init();
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  constexpr unsigned kAmxBf16 = 1U << 22;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & kAmxBf16) != 0) return nullptr;
+  if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    return &avx512::kTiles;
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &avx2::kTiles;
+#endif
+  return nullptr;
+}
+
+const Bf16Tiles* tiles() {
+  static const Bf16Tiles* found = find_tiles();
   return found;
 }
 
@@ -41,7 +51,7 @@ void check_out(const at::Tensor& out, int64_t width, at::ScalarType dtype = at::
 // --- the left operand of a weight's gradient
 
 PackedColumns::PackedColumns(const at::Tensor& a)
-    : order_(TileOrder::of_strips(a.size(0))),
+    : order_(TileOrder::of(a.size(0), tiles()->of_strips)),
       depth_(a.size(0)),
       width_(a.size(1)),
       strips_((width_ + kRows - 1) / kRows),
@@ -57,34 +67,34 @@ PackedColumns::PackedColumns(const at::Tensor& a)
       const int64_t pair = b * order_.block, depth = std::min(2 * order_.block, depth_ - 2 * pair);
       int32_t* block = to + pair * strips_ * kRows;
       for (int64_t column = 0; column < width_; column += kStripColumns) {
-        pack_strips(from + 2 * pair * row + column, row, depth, std::min(kStripColumns, width_ - column),
-                    block + column * ((depth + 1) / 2));
+        tiles()->pack_strips(from + 2 * pair * row + column, row, depth,
+                             std::min(kStripColumns, width_ - column), block + column * ((depth + 1) / 2));
       }
     }
   });
 }
 
-const int32_t* PackedColumns::at(int64_t column, int64_t pair, int64_t pairs) const {
+const int32_t* PackedColumns::strip_of(int64_t column, int64_t pair, int64_t pairs) const {
   const auto* packed = static_cast<const int32_t*>(packed_.const_data_ptr());
-  return packed + pair * strips_ * kRows + column / kRows * pairs * kRows + column % kRows;
+  return packed + pair * strips_ * kRows + column / kRows * pairs * kRows;
 }
 
 // --- the right operand
 
 bool PackedMatrix::can_hold(const at::Tensor& b) {
-  return b.device().is_cpu() && b.scalar_type() == at::kBFloat16 && b.dim() == 2 && has_instructions();
+  return b.device().is_cpu() && b.scalar_type() == at::kBFloat16 && b.dim() == 2 && tiles() != nullptr;
 }
 
 PackedMatrix::PackedMatrix(const at::Tensor& b)
     : depth_(b.size(0)), width_(b.size(1)), by_columns_(b.stride(0) == 1 && b.size(0) > 1) {
   TORCH_INTERNAL_ASSERT(can_hold(b));
   source_ = by_columns_ || b.stride(1) == 1 ? b : b.contiguous();
-  panels_ = at::empty({(width_ + kPanel - 1) / kPanel, (depth_ + 1) / 2, kPanel, 2},
-                      b.options().memory_format(at::MemoryFormat::Contiguous));
+  panels_ = at::empty({(width_ + kPanel - 1) / kPanel, (depth_ + 1) / 2 * tiles()->panel_bytes_of_pair},
+                      b.options().dtype(at::kByte).memory_format(at::MemoryFormat::Contiguous));
 }
 
-int32_t* PackedMatrix::panel(int64_t index) const {
-  return static_cast<int32_t*>(panels_.mutable_data_ptr()) + index * panels_.size(1) * kPanel;
+void* PackedMatrix::panel(int64_t index) const {
+  return static_cast<char*>(panels_.mutable_data_ptr()) + index * panels_.size(1);
 }
 
 void PackedMatrix::pack_panel(int64_t index) const {
@@ -92,9 +102,9 @@ void PackedMatrix::pack_panel(int64_t index) const {
   const int64_t first = index * kPanel, columns = std::min(kPanel, width_ - first);
   const Bf16* from = source_.const_data_ptr<Bf16>();
   if (by_columns_) {
-    pack_columns(from + first * source_.stride(1), source_.stride(1), depth_, columns, panel(index));
+    tiles()->pack_columns(from + first * source_.stride(1), source_.stride(1), depth_, columns, panel(index));
   } else {
-    pack_rows(from + first, source_.stride(0), depth_, columns, panel(index));
+    tiles()->pack_rows(from + first, source_.stride(0), depth_, columns, panel(index));
   }
 }
 
@@ -148,18 +158,26 @@ void PackedMatrix::multiply(const at::Tensor& out, const at::Tensor& a, const at
   const Bf16* adds = added.defined() ? added.const_data_ptr<Bf16>() : nullptr;
   Bf16* to = out.data_ptr<Bf16>();
   const int64_t a_row = rows == 1 ? 0 : a.stride(0) / 2, whole = depth_ / 2;
-  const TileOrder order = TileOrder::of_rows(depth_);
+  const TileOrder order = TileOrder::of(depth_, tiles()->of_rows);
   for_panels(rows, order.group, [&](int64_t index, int64_t begin, int64_t end) {
     const int64_t column = index * kPanel;
-    const int32_t* right = panel(index);
     alignas(64) float sums[kMostRows * kPanel];
-    order.for_tiles(begin, end, 0, [&](int64_t row, int64_t count, int64_t pair, int64_t pairs, int64_t at) {
+    order.for_bands(begin, end, [&](int64_t row, int64_t count, int64_t pair, int64_t pairs) {
       const bool is_last = pair + pairs == order.pairs;
-      multiply_some(static_cast<int>(count),
-                    {left + row * a_row + pair, a_row, 1, std::min(pairs, whole - pair),
-                     is_last && depth_ % 2 == 1, right + pair * kPanel, std::min(kPanel, width_ - column),
-                     adds != nullptr ? adds + column : nullptr, to + row * out.stride(0) + column, nullptr,
-                     out.stride(0), accumulate, pair == 0, is_last, sums + at * kPanel});
+      tiles()->multiply({{left + row * a_row + pair, 0, count, a_row, 1, kRows * a_row,
+                          std::min(pairs, whole - pair), is_last && depth_ % 2 == 1},
+                         panel(index),
+                         pair,
+                         order.pairs,
+                         std::min(kPanel, width_ - column),
+                         adds != nullptr ? adds + column : nullptr,
+                         to + row * out.stride(0) + column,
+                         nullptr,
+                         out.stride(0),
+                         accumulate,
+                         pair == 0,
+                         is_last,
+                         sums});
     });
   });
 }
@@ -175,46 +193,26 @@ void PackedMatrix::multiply_transposed(const at::Tensor& out, const PackedColumn
   const TileOrder& order = a.order_;
   for_panels(rows, order.group, [&](int64_t index, int64_t begin, int64_t end) {
     const int64_t column = index * kPanel;
-    const int32_t* right = panel(index);
     alignas(64) float sums[kMostRows * kPanel];
-    order.for_tiles(
-        begin, end, first, [&](int64_t row, int64_t count, int64_t pair, int64_t pairs, int64_t at) {
-          const int64_t place = row * out.stride(0) + column;
-          // An odd k is padded with a zero in both operands.
-          multiply_some(static_cast<int>(count),
-                        {a.at(first + row, pair, pairs), 1, kRows, pairs, false, right + pair * kPanel,
-                         std::min(kPanel, width_ - column), nullptr, is_wide ? nullptr : to + place,
-                         is_wide ? wide + place : nullptr, out.stride(0), accumulate, pair == 0,
-                         pair + pairs == order.pairs, sums + at * kPanel});
-        });
+    order.for_bands(begin, end, [&](int64_t row, int64_t count, int64_t pair, int64_t pairs) {
+      const int64_t place = row * out.stride(0) + column, offset = (first + row) % kRows;
+      // An odd k is padded with a zero in both operands.
+      tiles()->multiply({{a.strip_of(first + row - offset, pair, pairs), offset, count, 1, kRows,
+                          pairs * kRows, pairs, false},
+                         panel(index),
+                         pair,
+                         order.pairs,
+                         std::min(kPanel, width_ - column),
+                         nullptr,
+                         is_wide ? nullptr : to + place,
+                         is_wide ? wide + place : nullptr,
+                         out.stride(0),
+                         accumulate,
+                         pair == 0,
+                         pair + pairs == order.pairs,
+                         sums});
+    });
   });
 }
-
-#else
-
-PackedColumns::PackedColumns(const at::Tensor& a)
-    : order_(TileOrder::of_strips(0)), depth_(0), width_(0), strips_(0) {
-  TORCH_INTERNAL_ASSERT(PackedMatrix::can_hold(a));
-}
-
-bool PackedMatrix::can_hold(const at::Tensor& /*b*/) {
-  return false;
-}
-
-PackedMatrix::PackedMatrix(const at::Tensor& b) : depth_(0), width_(0), by_columns_(false) {
-  TORCH_INTERNAL_ASSERT(can_hold(b));
-}
-
-void PackedMatrix::multiply(const at::Tensor& out, const at::Tensor& /*a*/, const at::Tensor& /*bias*/,
-                            bool /*accumulate*/) const {
-  TORCH_INTERNAL_ASSERT(can_hold(out));
-}
-
-void PackedMatrix::multiply_transposed(const at::Tensor& out, const PackedColumns& /*a*/, int64_t /*first*/,
-                                       bool /*accumulate*/) const {
-  TORCH_INTERNAL_ASSERT(can_hold(out));
-}
-
-#endif
 
 }  // namespace pyruntime::cpu

@@ -1,5 +1,5 @@
-// Operands of a bf16 GEMM, packed once for AVX512-BF16 and multiplied with any number of blocks of rows. One
-// thread at a time may use an operand.
+// Operands of a bf16 GEMM, packed once and multiplied with any number of blocks of rows, on processors with
+// AVX512-BF16 or AVX2. One thread at a time may use an operand.
 //
 // A library packs its right operand in every call, which for the few rows of a chunk costs a fifth to a third
 // of the time; here 16 rows run as fast as 512. Every element of a product is summed over k in order, in
@@ -23,8 +23,9 @@ class PackedColumns {
 
  private:
   friend class PackedMatrix;
-  // Returns the packed data from column `column` on, in the block of `pairs` pairs that begins with `pair`.
-  const int32_t* at(int64_t column, int64_t pair, int64_t pairs) const;
+  // Returns the strip that begins with column `column`, in the block of `pairs` pairs that begins with
+  // `pair`.
+  const int32_t* strip_of(int64_t column, int64_t pair, int64_t pairs) const;
 
   TileOrder order_;
   int64_t depth_, width_, strips_;
@@ -36,7 +37,7 @@ class PackedColumns {
 // The packed right operand b [k, n].
 class PackedMatrix {
  public:
-  // Whether b [k, n] can be packed: bf16 on a CPU with AVX512-BF16 but no AMX, for which oneDNN has kernels.
+  // Whether b [k, n] can be packed: bf16 on an x86 CPU with AVX2 but no AMX, for which oneDNN has kernels.
   static bool can_hold(const at::Tensor& b);
 
   // b: bf16 of any strides; it is read by the first product, so it must not change before.
@@ -51,7 +52,7 @@ class PackedMatrix {
                            bool accumulate) const;
 
  private:
-  int32_t* panel(int64_t index) const;
+  void* panel(int64_t index) const;
   // Does nothing if all panels are packed.
   void pack_panel(int64_t index) const;
   void pack() const;
@@ -63,7 +64,7 @@ class PackedMatrix {
   int64_t depth_, width_;
   bool by_columns_;            // whether b's columns are contiguous
   mutable at::Tensor source_;  // b; undefined after packing
-  // Panels of 64 columns, [panels, ceil(k / 2), 64, 2]: neighbours along k are adjacent; 0 beyond the matrix.
+  // Panels of kPanel columns, [panels, bytes of one]; 0 beyond the matrix. bf16_tiles_*.h know how they lie.
   at::Tensor panels_;
 };
 

@@ -8,52 +8,57 @@
 namespace pyruntime::cpu {
 
 constexpr int64_t kPanel = 64;  // columns
-// 6 x 4 sums, 4 vectors of b and one of a take 29 of 32 registers.
 constexpr int64_t kRows = 6;
-constexpr int64_t kMostRows = 64 * kRows;  // rows whose sums are kept at the same time, at most
+constexpr int64_t kMostRows = 64 * kRows;  // of TileSizes
+
+// What is visited together, at most.
+struct TileSizes {
+  int64_t pairs;  // along k: every strip of rows reads a panel's part again, which a near cache keeps
+  int64_t rows;   // whose sums are kept; their part of the left operand is read before the next block
+};
 
 // The sum over k goes through the depth block by block, in order, and keeps its fp32 sums in between. So the
 // size of a block does not change the result.
 struct TileOrder {
   int64_t pairs;  // all pairs along k
-  int64_t block;  // pairs visited together: every strip of rows reads a panel's part again
-  int64_t some;   // rows whose sums are kept; their part of the left operand is read before the next block
+  int64_t block;  // pairs visited together
+  int64_t some;   // rows whose sums are kept
   int64_t group;  // rows that are multiplied with all panels before the next: they stay in the last cache
 
   // Two level 2 caches.
   static constexpr int64_t kGroupBytes = 2 << 20;
 
-  // For a left operand read in place, along k: the panel's part fills half of a level 2 cache.
-  static TileOrder of_rows(int64_t depth) { return of(depth, 1024, kMostRows); }
-  // For a left operand packed in strips (pack_strips), block by block: the panel's part fits a level 1 cache.
-  static TileOrder of_strips(int64_t depth) { return of(depth, 128, 32 * kRows); }
+  static TileOrder of(int64_t depth, const TileSizes& most) {
+    TileOrder order{(depth + 1) / 2, most.pairs, most.rows, most.rows};
+    // Makes all blocks equal in size.
+    order.block = std::max<int64_t>(1, (order.pairs + order.blocks() - 1) / order.blocks());
+    order.group =
+        std::max<int64_t>(1, kGroupBytes / std::max<int64_t>(1, 2 * depth) / order.some) * order.some;
+    return order;
+  }
 
   int64_t blocks() const { return std::max<int64_t>(1, (pairs + block - 1) / block); }
 
-  // Calls visit(row, rows, first pair, pairs, row of the sums) for all tiles of rows [begin, end) with one
-  // panel. Strips begin where `offset` + row is a multiple of kRows.
+  // Calls visit(first row, rows, first pair, pairs) for all bands of rows [begin, end) with one panel: for
+  // `some` rows, block by block.
   template <typename Visit>
-  void for_tiles(int64_t begin, int64_t end, int64_t offset, const Visit& visit) const {
+  void for_bands(int64_t begin, int64_t end, const Visit& visit) const {
     for (int64_t first = begin; first < end; first += some) {
-      const int64_t until = std::min(first + some, end);
       for (int64_t pair = 0, b = 0; b < blocks(); ++b, pair += block) {
-        for (int64_t row = first; row < until;) {
-          const int64_t rows = std::min(kRows - (offset + row) % kRows, until - row);
-          visit(row, rows, pair, std::min(block, pairs - pair), row - first);
-          row += rows;
-        }
+        visit(first, std::min(some, end - first), pair, std::min(block, pairs - pair));
       }
     }
   }
-
- private:
-  static TileOrder of(int64_t depth, int64_t most, int64_t some) {
-    TileOrder order{(depth + 1) / 2, most, some, some};
-    // Makes all blocks equal in size.
-    order.block = std::max<int64_t>(1, (order.pairs + order.blocks() - 1) / order.blocks());
-    order.group = std::max<int64_t>(1, kGroupBytes / std::max<int64_t>(1, 2 * depth) / some) * some;
-    return order;
-  }
 };
+
+// Calls visit(row, rows) for the strips of a band of `rows` rows, whose first strip lacks `offset` rows.
+template <typename Visit>
+void for_strips(int64_t offset, int64_t rows, const Visit& visit) {
+  for (int64_t row = 0; row < rows;) {
+    const int64_t count = std::min(kRows - (offset + row) % kRows, rows - row);
+    visit(row, count);
+    row += count;
+  }
+}
 
 }  // namespace pyruntime::cpu

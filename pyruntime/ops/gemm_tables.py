@@ -4,7 +4,8 @@ gemm_tables.json has a table for each processor on which `python -m bench.gemm -
 each product of a linear layer (forward, dX, dW) and each point of a grid of rows and features it says "o"
 (ours) or "l" (the library's). A shape takes the entry of the nearest point, in logarithms
 (csrc/ops/gemm/gemm_rule.h). Nothing is measured in a run, so results are the same in every run. A processor
-that is not in the file uses the library until `python -m pyruntime tune` has measured a model's shapes.
+that is not in the file uses the library until `python -m pyruntime tune` has measured a model's shapes, and
+ours if the library has no bf16 for it (without AVX-512).
 """
 
 from __future__ import annotations
@@ -46,21 +47,25 @@ class GemmTable:
     def describe(self) -> str:
         """Describes the table in one line, for a report."""
         if not _C.has_own_gemm():
-            return "the library's (ours needs AVX512-BF16 without AMX)"
+            return "the library's (ours needs AVX2, and no AMX)"
         points = len(PRODUCTS) * len(self.points())
         tuned = f", {self.tuned} of them by tune" if self.tuned else ""
         known = f"measured {self.date}" if self.date else "which gemm_tables.json does not know"
+        if not self.date and not _C.library_has_bf16():
+            known = "for which the library has no bf16"
         taken = f"ours for {len(self.ours)} of {points} classes of shapes, else the library's"
         return f"{taken}: {_C.processor_key()}, {known}{tuned}"
 
 
 def read(processor: str | None = None, file: Path = FILE) -> GemmTable:
-    """Returns the table of a processor, by default this one. If it is not in the file, no point is ours."""
+    """Returns the table of a processor, by default this one. If it is not in the file, no point is ours, or
+    all are where the library has no bf16."""
     document = json.loads(file.read_text(encoding="utf-8"))
     rows, features = tuple(document["rows"]), tuple(document["features"])
     held = document["processors"].get(_C.processor_key() if processor is None else processor)
     if held is None:
-        return GemmTable(rows, features)
+        grid = pairs_of(PRODUCTS, rows, features, features)
+        return GemmTable(rows, features, frozenset() if _C.library_has_bf16() else frozenset(grid))
     ours = frozenset(
         (product, m, k, n)
         for product in PRODUCTS

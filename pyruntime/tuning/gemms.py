@@ -1,5 +1,8 @@
 """Times both bf16 GEMMs that a CPU may have, ours and the library's, on the products of a linear layer.
 
+Where the library has no bf16 (without AVX-512), its product is the one that is taken instead of ours: in
+fp32, of operands that are converted in the call.
+
 The measurements override pyruntime/ops/gemm_tables.json for a shape's class.
 """
 
@@ -42,6 +45,14 @@ def contenders(rows: int, k: int, n: int) -> dict[str, dict[str, Run]]:
     y, dx, dw, total = (torch.empty_like(each) for each in (dy, x, weight, weight))
     total.zero_()
 
+    def library(out: Tensor, left: Tensor, right: Tensor, accumulate: bool = False) -> Run:
+        if not _C.library_has_bf16():
+            add = out.add_ if accumulate else out.copy_
+            return lambda: add(torch.mm(left.float(), right.float()))
+        if accumulate:
+            return lambda: torch.addmm(out, left, right, out=out)
+        return lambda: torch.mm(left, right, out=out)
+
     def write(transposed: bool, out: Tensor, left: Tensor) -> Run:
         return lambda: _C.WeightGemm(weight, transposed, rows).write(out[None], left[None], False)
 
@@ -49,13 +60,10 @@ def contenders(rows: int, k: int, n: int) -> dict[str, dict[str, Run]]:
         return lambda: _C.WeightGradientGemm(dy, x).write(out, 0, accumulate)
 
     return {
-        "forward": {LIBRARY: lambda: torch.mm(x, weight.t(), out=y), OURS: write(True, y, x)},
-        "dX": {LIBRARY: lambda: torch.mm(dy, weight, out=dx), OURS: write(False, dx, dy)},
-        "dW": {LIBRARY: lambda: torch.mm(dy.t(), x, out=dw), OURS: gradient(dw, False)},
-        "dW +=": {
-            LIBRARY: lambda: torch.addmm(total, dy.t(), x, out=total),
-            OURS: gradient(total, True),
-        },
+        "forward": {LIBRARY: library(y, x, weight.t()), OURS: write(True, y, x)},
+        "dX": {LIBRARY: library(dx, dy, weight), OURS: write(False, dx, dy)},
+        "dW": {LIBRARY: library(dw, dy.t(), x), OURS: gradient(dw, False)},
+        "dW +=": {LIBRARY: library(total, dy.t(), x, accumulate=True), OURS: gradient(total, True)},
     }
 
 

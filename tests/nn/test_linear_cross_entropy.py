@@ -89,7 +89,7 @@ def test_chunks_match_the_whole_logits(ranks, size, rows, vocabulary, chunk_rows
 @pytest.fixture
 def own_gemm():
     if not _C.has_own_gemm():
-        pytest.skip("the bf16 GEMM of this project needs AVX512-BF16")
+        pytest.skip("the bf16 GEMM of this project needs AVX2, and no AMX")
     _C.use_gemm(True)
     yield
     gemm_tables.use(gemm_tables.read())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 
@@ -27,11 +28,18 @@ def drawn(seed: int) -> GemmTable:
     return GemmTable(empty.rows, empty.features, frozenset(draw.sample(every, len(every) // 2)), "2026-01-01")
 
 
-def test_a_processor_that_the_file_does_not_have_takes_the_library():
+@pytest.mark.parametrize("library_has_bf16", [True, False])
+def test_a_processor_that_the_file_does_not_have_takes_the_library_if_that_has_bf16(
+    monkeypatch, library_has_bf16
+):
+    monkeypatch.setattr(_C, "library_has_bf16", lambda: library_has_bf16)
     unknown = gemm_tables.read(processor="none")
-    assert not unknown.ours and unknown.date == ""
+    assert unknown.date == ""
     gemm_tables.use(unknown)
-    assert not any(_C.takes_own_gemm(product, *point) for product in PRODUCTS for point in unknown.points())
+    taken = {_C.takes_own_gemm(product, *point) for product in PRODUCTS for point in unknown.points()}
+    assert taken == {not library_has_bf16}
+    if _C.has_own_gemm():
+        assert ("for which the library has no bf16" in unknown.describe()) == (not library_has_bf16)
 
 
 def test_every_table_in_the_file_has_all_points():
@@ -73,7 +81,7 @@ def test_what_tune_measured_overrules_the_table_and_the_slower_of_a_class_decide
     def key(product: str, rows: int) -> Key:
         return Key(op_of(product), rows, 1024, 2048, "bfloat16", "cpu")
 
-    unknown = gemm_tables.read(processor="none")
+    unknown = dataclasses.replace(gemm_tables.read(processor="none"), ours=frozenset())
     found = tuned(
         unknown,
         {

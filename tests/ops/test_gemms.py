@@ -149,9 +149,12 @@ def test_a_linear_in_fp16_is_multiplied_in_fp32():
 
 
 @pytest.mark.second_tier
-def test_a_linear_in_bf16_is_multiplied_in_fp32_where_the_processor_has_no_bf16():
+def test_a_linear_in_bf16_that_is_not_ours_is_multiplied_in_fp32_where_the_processor_has_no_bf16():
     """As on a processor without AVX-512, where torch's own bf16 takes a hundred times as long."""
-    program = "import torch; from tests.ops.test_gemms import linear_in_fp32; linear_in_fp32(torch.bfloat16)"
+    program = (
+        "import torch; from tests.ops.test_gemms import _C, linear_in_fp32; "
+        "_C.use_gemm(False); linear_in_fp32(torch.bfloat16)"
+    )
     older = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     ran = subprocess.run([sys.executable, "-c", program], env=older, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -29,17 +29,8 @@ namespace {
 // results must not differ from run to run.
 constexpr int64_t kOneDnnFrom = int64_t{1} << 21;
 
-// Whether torch lets oneDNN multiply here, fp32 too; elsewhere it raises. ONEDNN_MAX_CPU_ISA counts.
-bool one_dnn_runs_here() {
-  static const bool runs = [] {
-    const auto asked = c10::Dispatcher::singleton().findSchema({"mkldnn::_is_mkldnn_bf16_supported", ""});
-    return asked && asked->typed<bool()>().call();
-  }();
-  return runs;
-}
-
 bool use_one_dnn(const at::Tensor& a, const at::Tensor& b) {
-  return one_dnn_runs_here() && a.device().is_cpu() && a.scalar_type() == at::kFloat &&
+  return library_has_bf16() && a.device().is_cpu() && a.scalar_type() == at::kFloat &&
          &at::native::mkldnn_matmul != nullptr && at::globalContext().userEnabledMkldnn() &&
          a.size(0) * a.size(1) * b.size(1) >= kOneDnnFrom;
 }
@@ -47,7 +38,7 @@ bool use_one_dnn(const at::Tensor& a, const at::Tensor& b) {
 // Whether a GEMM in this type lacks hardware support: then it is a hundred times slower than in fp32.
 bool widen(const at::Tensor& t) {
   return t.device().is_cpu() &&
-         (t.scalar_type() == at::kHalf || (t.scalar_type() == at::kBFloat16 && !one_dnn_runs_here()));
+         (t.scalar_type() == at::kHalf || (t.scalar_type() == at::kBFloat16 && !library_has_bf16()));
 }
 
 // out = a @ b, out = a @ b + bias or out += a @ b; two-dimensional.
@@ -95,15 +86,25 @@ void multiply_blocks(const at::Tensor& out, const at::Tensor& a, const at::Tenso
   }
 }
 
-// With fewer rows, arranging the other operand does not pay.
-constexpr int64_t kPackedRows = 8;
+// With fewer rows, arranging the other operand does not pay. Where the library has no bf16, it converts a
+// weight instead, which costs more for two rows already.
+constexpr int64_t kPackedRows = 8, kPackedRowsOfWeights = 2;
 
 bool packs(Product product, const at::Tensor& right, int64_t rows, int64_t k, int64_t n) {
-  return rows >= kPackedRows && cpu::PackedMatrix::can_hold(right) && one_dnn_runs_here() &&
-         takes_ours(product, rows, k, n);
+  const bool is_weight = product != Product::kWeightGradient;
+  return rows >= (is_weight && !library_has_bf16() ? kPackedRowsOfWeights : kPackedRows) &&
+         cpu::PackedMatrix::can_hold(right) && takes_ours(product, rows, k, n);
 }
 
 }  // namespace
+
+bool library_has_bf16() {
+  static const bool found = [] {
+    const auto asked = c10::Dispatcher::singleton().findSchema({"mkldnn::_is_mkldnn_bf16_supported", ""});
+    return asked && asked->typed<bool()>().call();
+  }();
+  return found;
+}
 
 at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   const int64_t rows = x.size(-1) > 0 ? x.numel() / x.size(-1) : 0;

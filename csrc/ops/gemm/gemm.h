@@ -3,8 +3,8 @@
 // Operands are [blocks, rows, width] as in ops/operand.h; weights are [N, K]. Results are rounded once from
 // fp32 sums. The vendor library computes them, except bf16 on CPUs where ours is known to be faster for the
 // shape (gemm_rule.h): ours is as fast with few rows at once (cpu/packed_matrix.h). On a CPU fp16 runs in
-// fp32, several times faster than the library's emulation. So does bf16 if the CPU has no AVX-512, a hundred
-// times faster.
+// fp32, several times faster than the library's emulation. So does bf16 that is not ours if the CPU has no
+// AVX-512, a hundred times faster.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,6 +19,10 @@ namespace pyruntime {
 inline at::Tensor as_matrix(const at::Tensor& blocks) {
   return blocks.flatten(0, -2);
 }
+
+// Whether torch lets oneDNN multiply on this CPU: bf16, and fp32 too; elsewhere it raises. ONEDNN_MAX_CPU_ISA
+// counts.
+bool library_has_bf16();
 
 // x @ weight^T [+ bias], x [..., K], weight [N, K]: [..., N].
 at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);

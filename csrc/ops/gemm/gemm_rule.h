@@ -1,6 +1,7 @@
 // Chooses the GEMM for bf16 on the CPU: ours (cpu/packed_matrix.h) or the library's. A table of this
 // processor decides, by the product and the class of its shape. It was measured before (`python -m
-// bench.gemm`); nothing is measured in a run. A processor without a table uses the library's.
+// bench.gemm`); nothing is measured in a run. A processor without a table uses the library's, or ours if the
+// library has no bf16 for it.
 #pragma once
 
 #include <cstdint>
