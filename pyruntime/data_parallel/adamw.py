@@ -11,7 +11,7 @@ from torch import nn
 from pyruntime.choices import Rounding, check_value, values
 from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import BucketPart
-from pyruntime.data_parallel.muon import Matrix, Muon, Stack
+from pyruntime.data_parallel.muon import Matrix, Muon
 from pyruntime.data_parallel.offload import Offload, offloaded
 from pyruntime.data_parallel.optimizer import ShardedOptimizer, Shards, Shared
 from pyruntime.data_parallel.update import Decay, PartState, Resident, Update
@@ -104,9 +104,9 @@ def _states(
             state = PartState(each.bucket, part, rows, decay, rounding == "nearest", moments, home)
             home.add(state)
             if id(parameter) in stacks:
-                state.matrix = Stack.of(state, stacks[id(parameter)])
+                state.matrices = Matrix.of_stack(state, stacks[id(parameter)])
             elif is_muons:
-                state.matrix = Matrix.of(state, state.axes.shard.size)
+                state.matrices = (Matrix.of(state, state.axes.shard.size),)
             states.append(state)
     return made
 

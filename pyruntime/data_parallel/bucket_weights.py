@@ -15,6 +15,7 @@ from pyruntime.data_parallel.away import AwayWeight, give_back, mark_old, own_me
 from pyruntime.data_parallel.axes import FlightAxis
 from pyruntime.data_parallel.buckets import Bucket, BucketPart
 from pyruntime.nn.cut import memory_of
+from pyruntime.nn.rows import shape_of_rows
 
 
 class BucketWeights:
@@ -62,21 +63,18 @@ class BucketWeights:
             self.rows = [rows.clone() for rows in self.rows]
 
     def _own_rows(self, part: BucketPart) -> Tensor:
-        first = part.first_row + self.axis.rank * part.share
-        rows = torch.atleast_1d(memory_of(self.bucket.parameters[part.owner]))
-        return rows[first : first + part.local_rows(self.axis.rank)]
+        return part.own_rows(memory_of(self.bucket.parameters[part.owner]), self.axis.rank)
 
     def _new_rows(self, part: BucketPart) -> Tensor:
         parameter = self.bucket.parameters[part.owner]
-        shape = (part.local_rows(self.axis.rank), *parameter.shape[1:])
+        shape = shape_of_rows(part.shape, part.local_rows(self.axis.rank))
         return torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
 
     def take_rows_of(self, owner: int, whole: Tensor) -> None:
         """Takes this rank's rows of the bucket's parameter number `owner` from `whole`."""
         for part, rows in zip(self.bucket.parts, self.rows, strict=True):
             if part.owner == owner:
-                first = part.first_row + self.axis.rank * part.share
-                rows.copy_(torch.atleast_1d(whole)[first : first + len(rows)])
+                rows.copy_(part.own_rows(whole, self.axis.rank))
 
     def take_parameters(self) -> None:
         """Takes this rank's rows from the parameters, which are whole and have been written."""

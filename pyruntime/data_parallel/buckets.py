@@ -1,7 +1,8 @@
 """Cuts parameters over the data-parallel ranks, into buckets that travel together.
 
-A parameter is cut by rows as DTensor's Shard(0) cuts (every rank ceil(n / S) rows, the last ones fewer). Each
-part of a merged one (q, k, v) is cut by itself. A Bucket travels in one flight: one weight matrix, or several
+A parameter is cut by rows (pyruntime/nn/rows.py) as DTensor's Shard(0) cuts: every rank ceil(n / S) rows, the
+last ones fewer. A stack of experts is cut as one matrix of all their rows. Each part of a merged parameter
+(q, k, v) is cut by itself. A Bucket travels in one flight: one weight matrix, or several
 small parameters. It consists of lines of `width` elements in S segments of equal size, one for each rank::
 
     segment r = [rank r's rows of part 0 | of part 1 | ... | one mark for each parameter]
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from pyruntime.data_parallel.axes import Axes, own_axes
 from pyruntime.nn.cut import memory_of
+from pyruntime.nn.rows import row_count, rows_of, shape_of_rows
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class BucketPart:
     """Index of its parameter in the bucket."""
     key: str
     """Name in a state dict."""
+    shape: tuple[int, ...]
+    """Shape of the tensor that they are all together, as tensor parallelism cuts it."""
     first_row: int
     rows: int
     share: int
@@ -47,6 +51,11 @@ class BucketPart:
     def local_rows(self, segment: int) -> int:
         """Returns the number of rows that rank `segment` really holds."""
         return max(0, min(self.share, self.rows - segment * self.share))
+
+    def own_rows(self, whole: Tensor, segment: int) -> Tensor:
+        """Returns rank `segment`'s rows of a tensor with the parameter's shape."""
+        first = self.first_row + segment * self.share
+        return rows_of(whole)[first : first + self.local_rows(segment)]
 
     @property
     def lines(self) -> int:
@@ -94,16 +103,18 @@ class Bucket:
         self.parameters, self.segments = [parameter for _, parameter in named], segments
         self.is_matrix = not more and alone.dim() >= 2
         """Whether it is one parameter, whose rows are the lines."""
-        self.width = max(1, alone.numel() // max(1, _rows(alone))) if self.is_matrix else 1
+        self.width = max(1, alone.numel() // max(1, row_count(alone.shape))) if self.is_matrix else 1
         """Elements of a line; it divides every parameter's row."""
         self.parts: list[BucketPart] = []
         offset = 0
         for owner, (name, parameter) in enumerate(named):
-            row = parameter.numel() // max(1, _rows(parameter))
-            for key, first_row, rows in _parts_of(name, parameter):
+            row, first = parameter.numel() // max(1, row_count(parameter.shape)), 0
+            for key, shape in _parts_of(name, parameter):
+                rows = row_count(shape)
                 share = -(-rows // segments)
-                part = BucketPart(owner, key, first_row, rows, share, row // self.width, offset)
+                part = BucketPart(owner, key, shape, first, rows, share, row // self.width, offset)
                 self.parts.append(part)
+                first += rows
                 offset += part.lines
         self.marks = offset
         """First line of the marks."""
@@ -202,7 +213,7 @@ class Bucket:
         result = []
         for part in self.parts:
             lines = part.local_rows(rank) * part.lines_per_row
-            shape = (part.local_rows(rank), *self.parameters[part.owner].shape[1:])
+            shape = shape_of_rows(part.shape, part.local_rows(rank))
             result.append(segment[part.offset : part.offset + lines].view(shape))
         return result
 
@@ -215,22 +226,13 @@ class Bucket:
         segment[self.marks :, 0] = got.to(segment.dtype)
 
 
-def _rows(parameter: Tensor) -> int:
-    return parameter.shape[0] if parameter.dim() else 1
-
-
-def _parts_of(name: str, parameter: nn.Parameter) -> list[tuple[str, int, int]]:
-    """Returns (state-dict key, first row, rows) of the tensors that a parameter's rows are."""
+def _parts_of(name: str, parameter: nn.Parameter) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns the state-dict key and the shape of the tensors that a parameter's rows are."""
     layout = getattr(parameter, "tp_layout", None)
     if layout is None or layout.dim != 0 or len(layout.parts) == 1:
         key = name if layout is None else _sibling(name, layout.parts[0].key)
-        return [(key, 0, _rows(parameter))]
-    found, first = [], 0
-    for part in layout.parts:
-        rows = layout.local_shape_of(part)[0]
-        found.append((_sibling(name, part.key), first, rows))
-        first += rows
-    return found
+        return [(key, tuple(parameter.shape))]
+    return [(_sibling(name, part.key), layout.local_shape_of(part)) for part in layout.parts]
 
 
 def bytes_of(parameter: nn.Parameter) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from pyruntime.data_parallel.buckets import Bucket
@@ -30,10 +29,7 @@ class LocalGradients(AddedToGrad):
             rows: list[Tensor | None] = []
             for part in bucket.parts:
                 gradient = gradient_of(bucket.parameters[part.owner])
-                last = part.first_row + part.rows
-                rows.append(
-                    None if gradient is None else torch.atleast_1d(memory_of(gradient))[part.first_row : last]
-                )
+                rows.append(None if gradient is None else part.own_rows(memory_of(gradient), 0))
             for parameter in bucket.parameters:
                 parameter.grad = None
             self._on_gradient(bucket, rows)

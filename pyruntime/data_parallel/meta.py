@@ -26,6 +26,7 @@ from pyruntime.comm.exchange import gather, named_failures
 from pyruntime.data_parallel.axes import AxesOf
 from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.nn.cut import memory_of
+from pyruntime.nn.rows import blocks_of, shape_of_rows
 from pyruntime.nn.weight_files import find_tensors, listed, open_tensors
 
 _Names: Any = tuple[list[str], list[str]]
@@ -152,9 +153,8 @@ def read_rows(weights: Sequence[BucketWeights], folder: str | Path) -> None:
 def _read(key: str, stored: object, path: Path, each: BucketWeights, place: int) -> None:
     part, rows = each.bucket.parts[place], each.rows[place]
     shape = list(stored.get_shape())  # type: ignore[attr-defined]
-    wanted = list(each.bucket.parameters[part.owner].shape)
-    if shape != wanted:
-        raise ValueError(f"{key} in {path} has shape {shape}, but the model needs {wanted}.")
-    first = each.axis.rank * part.share
-    found: Tensor = stored[first : first + len(rows)] if shape else stored[:].reshape(1)  # type: ignore[index]
-    rows.copy_(found)
+    if shape != list(part.shape):
+        raise ValueError(f"{key} in {path} has shape {shape}, but the model needs {list(part.shape)}.")
+    for block in blocks_of(shape, each.axis.rank * part.share, len(rows)):
+        found: Tensor = stored[block.place or slice(None)]  # type: ignore[index]
+        rows[block.first : block.first + block.rows] = found.reshape(shape_of_rows(shape, block.rows))

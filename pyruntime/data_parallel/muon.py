@@ -13,7 +13,8 @@ and of the step's exchanges, as weight gradients are (csrc/ops/newton_schulz.h);
 own. step() needs the directions, so it multiplies the rest while those of others arrive. A step that is
 clipped after all begins anew with the factor; momentum and weights have not changed.
 
-Of experts, a rank has whole matrices: it orthogonalizes its own, and nothing travels.
+Of experts, a rank has rows of a stack of matrices. It orthogonalizes those itself that it has whole; they do
+not travel.
 
 On devices the host waits for nothing: a factor that is a tensor there is not read.
 """
@@ -100,34 +101,25 @@ class Matrix:
         over_tp = MatrixCut((rows, columns), layout.dim, layout.group.size)
         return cls(whole, MatrixCut(local, 0, shards), over_tp, layout.group.name, layout.group.rank)
 
+    @classmethod
+    def of_stack(cls, state: PartState, parts: int) -> tuple[Matrix, ...]:
+        """Returns the matrices of a stack of experts, `parts` of each expert, as they follow each other.
+
+        Raises ValueError if these are not of equal size."""
+        _, rows, columns = state.part.shape
+        if rows % parts:
+            raise ValueError(
+                f"{state.part.key} has {rows} rows an expert, not {parts} matrices of equal size."
+            )
+        shape, every, shards = (rows // parts, columns), state.part.rows, state.axes.shard.size
+        firsts = range(0, every, shape[0])
+        return tuple(cls(shape, MatrixCut(shape, 0, shards, every, first), None, "", 0) for first in firsts)
+
     @property
     def work(self) -> int:
         """Multiplications of one step of Newton-Schulz."""
         n, k = sorted(self.shape)
         return 2 * n * n * k + n**3
-
-
-@dataclass(frozen=True)
-class Stack:
-    """The layout of experts' matrices, of which this rank has some whole."""
-
-    shape: tuple[int, int]
-    """Shape of one of them."""
-    parts: int
-    """Matrices of an expert, which follow each other in its rows."""
-
-    @classmethod
-    def of(cls, state: PartState, parts: int) -> Stack:
-        _, rows, columns = state.parameter.shape
-        if rows % parts:
-            raise ValueError(
-                f"{state.part.key} has {rows} rows an expert, not {parts} matrices of equal size."
-            )
-        return cls((rows // parts, columns), parts)
-
-    def split(self, stack: Tensor) -> list[Tensor]:
-        """Returns the matrices of a rank's experts [e, m, n] as views."""
-        return list(stack.reshape(len(stack) * self.parts, *self.shape))
 
 
 Owner: TypeAlias = tuple[int, int]
@@ -136,14 +128,16 @@ Owner: TypeAlias = tuple[int, int]
 
 def owners(matrices: Sequence[Matrix]) -> list[Owner]:
     """Returns the owner of each matrix, the same on every rank: the largest first, each to the rank with the
-    least work so far. If a matrix is not cut over tensor-parallel ranks, each of these owns it for itself."""
+    least work so far, of the ranks that share states only to the one that has it whole, if there is one. If a
+    matrix is not cut over tensor-parallel ranks, each of these owns it for itself."""
     load: dict[tuple[str, Owner], int] = {}
     found: dict[int, Owner] = {}
     for index in sorted(range(len(matrices)), key=lambda index: (-matrices[index].work, index)):
         matrix = matrices[index]
         tp_ranks = 1 if matrix.over_tp is None else matrix.over_tp.size
-        ranks = [(tp, shard) for tp in range(tp_ranks) for shard in range(matrix.over_shard.size)]
-        group = matrix.tp_group
+        holder, group = matrix.over_shard.holder, matrix.tp_group
+        shards = range(matrix.over_shard.size) if holder is None else [holder]
+        ranks = [(tp, shard) for tp in range(tp_ranks) for shard in shards]
         tp, shard = min(ranks, key=lambda rank: (load.get((group, (rank[1], rank[0])), 0), rank))
         found[index] = shard, tp
         load[group, (shard, tp)] = load.get((group, (shard, tp)), 0) + matrix.work
@@ -152,21 +146,27 @@ def owners(matrices: Sequence[Matrix]) -> list[Owner]:
 
 @dataclass
 class _UnderWay:
-    """Matrices of one bucket that are under way."""
+    """Matrices of one bucket that are under way. Numbers count those of all parts."""
 
     own: Own
-    """Parts with a matrix that has an owner."""
+    """Parts that Muon updates."""
     scale: float | Tensor
-    stacks: list[tuple[PartState, Tensor, list[Callable[[], Tensor]]]] = field(default_factory=list)
-    """Parts with whole experts, their gradients, and calls that return the directions of their matrices."""
     products: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
-    """Calls that return the directions of this rank's matrices, by number in `own`."""
+    """Calls that return the directions of this rank's matrices, by number."""
     shards: dict[int, Tensor] = field(default_factory=dict)
-    """The parts of directions that this rank has so far, to scatter or to step along, by number in `own`."""
+    """The parts of directions that this rank has so far, to scatter or to step along, by number."""
     flights: list[tuple[FlightAxis, Scattering, list[int]]] = field(default_factory=list)
     """Directions that come over an axis, and the numbers of their matrices."""
     got: set[int] = field(default_factory=set)
     """Ids of the states with a gradient, which step."""
+
+    def __post_init__(self) -> None:
+        self.matrices = [matrix for state, _ in self.own for matrix in state.matrices]
+        holders = [matrix.over_shard.holder for matrix in self.matrices]
+        self.whole = [number for number, holder in enumerate(holders) if holder is not None]
+        """Numbers of the matrices that one rank has whole, over the ranks that share states."""
+        self.split = [number for number, holder in enumerate(holders) if holder is None]
+        """Numbers of the others."""
 
 
 class _Products:
@@ -202,24 +202,28 @@ Directions: TypeAlias = list[tuple[PartState, Tensor, float | Tensor, Tensor]]
 
 
 class MuonUpdate:
-    """Muon's arithmetic on this rank's rows. states: those of all parts, by id of the bucket; those with a
-    `matrix` are Muon's. Every rank makes it alike and calls its methods alike. They raise CommTimeout and
+    """Muon's arithmetic on this rank's rows. states: those of all parts, by id of the bucket; those with
+    `matrices` are Muon's. Every rank makes it alike and calls its methods alike. They raise CommTimeout and
     PeerLost."""
 
-    def __init__(self, states: Mapping[int, Sequence[PartState]], axes: Axes, momentum: float):
+    def __init__(self, states: Mapping[int, Sequence[PartState]], momentum: float):
         self._momentum = momentum
-        of_muon = {key: [each for each in own if each.matrix is not None] for key, own in states.items()}
+        of_muon = {key: [each for each in own if each.matrices] for key, own in states.items()}
         self._buckets = [key for key, own in of_muon.items() if own]
-        mine = [each for own in of_muon.values() for each in own if isinstance(each.matrix, Matrix)]
-        self._owner = dict(zip(map(id, mine), owners([_matrix(each) for each in mine]), strict=True))
         every = [each for own in of_muon.values() for each in own]
         self._products = _Products(every[0].rows.device if every else torch.device("cpu"))
-        self._shard = FlightAxis(None)
-        if mine and axes.shard.mesh is not None:
-            self._shard = FlightAxis.of(axes.shard.mesh, PLACE, MOST)
+        self._owner: dict[int, Owner] = {}
+        """By id of the matrix."""
+        self._shard: dict[Axes, FlightAxis] = {}
+        """The axes over which states are cut, by those of the bucket."""
+        for axes in dict.fromkeys(each.axes for each in every):
+            of_axes = [matrix for each in every if each.axes == axes for matrix in each.matrices]
+            self._owner.update(zip(map(id, of_axes), owners(of_axes), strict=True))
+            mesh = axes.shard.mesh
+            self._shard[axes] = FlightAxis(None) if mesh is None else FlightAxis.of(mesh, PLACE, MOST)
         self._tp: dict[str, FlightAxis] = {}
-        for state in mine:
-            if (name := _matrix(state).tp_group) not in ("", *self._tp):
+        for state in every:
+            if (name := state.matrices[0].tp_group) not in ("", *self._tp):
                 mesh = state.parameter.tp_layout.group.mesh(state.rows.device.type)
                 self._tp[name] = FlightAxis.of(mesh, PLACE, MOST)
         self._under_way: dict[int, _UnderWay] = {}
@@ -236,34 +240,36 @@ class MuonUpdate:
     def begin(self, bucket: int, gradients: Own, scale: float | Tensor) -> None:
         """Sends the matrices of a bucket (by its id) to their owners, made of `gradients`, summed over all
         ranks, times `scale`."""
-        own = [each for each in gradients if isinstance(each[0].matrix, Matrix)]
-        stacks = [each for each in gradients if isinstance(each[0].matrix, Stack)]
-        if not own and not stacks:
-            return
-        way = self._under_way[bucket] = _UnderWay(own, scale)
-        for state, rows in stacks:
-            matrices = _stack(state).split(self._nesterov(state, rows, scale))
-            way.stacks.append((state, rows, [self._products.begin(each) for each in matrices]))
+        own = [each for each in gradients if each[0].matrices]
         if not own:
             return
-        pieces = [self._nesterov(state, rows, scale) for state, rows in own]
-        if self._shard.size == 1:
-            self._begin_over_tp(way, list(pieces))
-            return
-        wanted = [self._owner[id(state)][0] == self._shard.rank for state, _ in own]
-        cuts = [_matrix(state).over_shard for state, _ in own]
-        Gathering(self._shard, cuts, pieces, wanted, partial(self._begin_over_tp, way))
+        way, axis = _UnderWay(own, scale), self._shard[own[0][0].axes]
+        self._under_way[bucket] = way
+        pieces: list[Tensor] = []
+        for state, rows in own:
+            counts = [matrix.over_shard.piece(axis.rank)[0] for matrix in state.matrices]
+            pieces += self._nesterov(state, rows, scale).split(counts)
+        held = [way.matrices[number].over_shard.holder == axis.rank for number in way.whole]
+        wholes = [pieces[number] if here else None for number, here in zip(way.whole, held, strict=True)]
+        self._begin_over_tp(way, way.whole, wholes)
+        if way.split:
+            cuts = [way.matrices[number].over_shard for number in way.split]
+            wanted = [self._owner_of(way, number)[0] == axis.rank for number in way.split]
+            some = [pieces[number] for number in way.split]
+            Gathering(axis, cuts, some, wanted, partial(self._begin_over_tp, way, way.split))
 
-    def _begin_over_tp(self, way: _UnderWay, shards: Wholes) -> None:
-        for name, numbers in self._by_tp_group(way).items():
-            here = [number for number in numbers if shards[number] is not None]
-            pieces = [shard for number in here if (shard := shards[number]) is not None]
+    def _owner_of(self, way: _UnderWay, number: int) -> Owner:
+        return self._owner[id(way.matrices[number])]
+
+    def _begin_over_tp(self, way: _UnderWay, numbers: Sequence[int], shards: Wholes) -> None:
+        shard_of = {number: shard for number, shard in zip(numbers, shards, strict=True) if shard is not None}
+        for name, here in _by_tp_group(way, list(shard_of)).items():
+            pieces = [shard_of[number] for number in here]
             if not name:
                 self._multiply(way, here, list(pieces))
-            elif here:
-                states = [way.own[number][0] for number in here]
-                cuts = [cut for state in states if (cut := _matrix(state).over_tp) is not None]
-                wanted = [self._owner[id(state)][1] == self._tp[name].rank for state in states]
+            else:
+                cuts = [cut for number in here if (cut := way.matrices[number].over_tp) is not None]
+                wanted = [self._owner_of(way, number)[1] == self._tp[name].rank for number in here]
                 Gathering(self._tp[name], cuts, pieces, wanted, partial(self._multiply, way, here))
 
     def _multiply(self, way: _UnderWay, numbers: Sequence[int], wholes: Wholes) -> None:
@@ -279,13 +285,6 @@ class MuonUpdate:
             new = rows.to(momentum.dtype) * ((1 - self._momentum) * scale)
             ahead = (momentum * self._momentum).add_(new).mul_(self._momentum).add_(new)
             return ahead.to(state.rows.dtype)
-
-    def _by_tp_group(self, way: _UnderWay) -> dict[str, list[int]]:
-        """Returns the numbers of its matrices by the group that they are cut over, the same on all ranks."""
-        groups: dict[str, list[int]] = {}
-        for number, (state, _) in enumerate(way.own):
-            groups.setdefault(_matrix(state).tp_group, []).append(number)
-        return groups
 
     # -- back from the owners
 
@@ -311,7 +310,7 @@ class MuonUpdate:
 
     def bring(self) -> None:
         """Brings what has begun to its owner, where it can be multiplied under waits."""
-        for axis in (self._shard, *self._tp.values()):  # completing flights of the first begins others
+        for axis in (*self._shard.values(), *self._tp.values()):  # completing the first begins others
             axis.complete_all()
 
     def directions(self, buckets: Iterable[Bucket]) -> Iterator[tuple[Bucket, Directions]]:
@@ -321,39 +320,37 @@ class MuonUpdate:
 
     def _scatter_over_tp(self, bucket: Bucket) -> tuple[Bucket, _UnderWay]:
         way = self._under_way.pop(id(bucket), None) or _UnderWay([], 1.0)
-        for name, numbers in self._by_tp_group(way).items():
-            here = [n for n in numbers if self._owner[id(way.own[n][0])][0] == self._shard.rank]
+        rank = bucket.axes.shard.rank
+        own = [n for n in range(len(way.matrices)) if self._owner_of(way, n)[0] == rank]
+        for name, here in _by_tp_group(way, own).items():
             wholes = [way.products[n]() if n in way.products else None for n in here]
             if not name:
                 way.shards.update((n, w) for n, w in zip(here, wholes, strict=True) if w is not None)
-            elif here:
-                matrices = [_matrix(way.own[number][0]) for number in here]
-                cuts = [cut for matrix in matrices if (cut := matrix.over_tp) is not None]
+            else:
+                cuts = [cut for n in here if (cut := way.matrices[n].over_tp) is not None]
                 way.flights.append((self._tp[name], _scattering(self._tp[name], cuts, wholes, way), here))
         way.products.clear()
         return bucket, way
 
     def _scatter_over_shard(self, one: tuple[Bucket, _UnderWay]) -> tuple[Bucket, _UnderWay]:
         bucket, way = one
-        if way.own and self._shard.size > 1:
-            cuts = [_matrix(state).over_shard for state, _ in way.own]
-            wholes = [way.shards.get(number) for number in range(len(way.own))]
-            flight = _scattering(self._shard, cuts, wholes, way)
-            way.flights.append((self._shard, flight, list(range(len(way.own)))))
+        if way.split:
+            axis = self._shard[bucket.axes]
+            cuts = [way.matrices[number].over_shard for number in way.split]
+            wholes = [way.shards.get(number) for number in way.split]
+            way.flights.append((axis, _scattering(axis, cuts, wholes, way), way.split))
         return bucket, way
 
     def _collected(self, one: tuple[Bucket, _UnderWay]) -> tuple[Bucket, Directions]:
         bucket, way = _landed(one)
-        of_stacks = [
-            (state, rows, way.scale, _stacked(state, [product() for product in products]))
-            for state, rows, products in way.stacks
-            if id(state) in way.got
-        ]
-        return bucket, of_stacks + [
-            (state, rows, way.scale, way.shards[number])
-            for number, (state, rows) in enumerate(way.own)
-            if id(state) in way.got
-        ]
+        result, first = [], 0
+        for state, rows in way.own:
+            numbers = range(first, first + len(state.matrices))
+            pieces = [way.shards[number] for number in numbers if number in way.shards] or [state.rows[:0]]
+            first = numbers.stop
+            if id(state) in way.got:
+                result.append((state, rows, way.scale, torch.cat(pieces) if pieces[1:] else pieces[0]))
+        return bucket, result
 
     @torch.no_grad()
     def update(self, directions: Directions, lr: float) -> None:
@@ -365,8 +362,7 @@ class MuonUpdate:
                 before = [momentum.clone(), weights.clone()] if isinstance(scale, Tensor) else []
                 new = gradient.to(momentum.dtype) * ((1 - self._momentum) * scale)
                 momentum.mul_(self._momentum).add_(new)
-                assert state.matrix is not None
-                factor = lr * LIKE_ADAMW * math.sqrt(max(state.matrix.shape))
+                factor = lr * LIKE_ADAMW * math.sqrt(max(state.matrices[0].shape))
                 weights.mul_(1 - lr * state.decay).sub_(direction.to(weights.dtype) * factor)
                 if isinstance(scale, Tensor):
                     for tensor, old in zip((momentum, weights), before, strict=True):
@@ -376,19 +372,12 @@ class MuonUpdate:
                 state.steps += 1
 
 
-def _matrix(state: PartState) -> Matrix:
-    assert isinstance(state.matrix, Matrix)
-    return state.matrix
-
-
-def _stack(state: PartState) -> Stack:
-    assert isinstance(state.matrix, Stack)
-    return state.matrix
-
-
-def _stacked(state: PartState, directions: Sequence[Tensor]) -> Tensor:
-    """Joins the directions of a rank's experts as its rows lie."""
-    return torch.stack(list(directions)).view(state.rows.shape) if directions else state.rows.clone()
+def _by_tp_group(way: _UnderWay, numbers: Sequence[int]) -> dict[str, list[int]]:
+    """Returns these matrices' numbers by the group that they are cut over, the same on its ranks."""
+    groups: dict[str, list[int]] = {}
+    for number in numbers:
+        groups.setdefault(way.matrices[number].tp_group, []).append(number)
+    return groups
 
 
 def _scattering(axis: FlightAxis, cuts: Sequence[MatrixCut], wholes: Wholes, way: _UnderWay) -> Scattering:

@@ -153,7 +153,7 @@ class ShardedOptimizer(OneGroup):
         self._finish_gradients = shards.finish_gradients
         self._update, self._states = update, states
         self._parts, self._shared = parts, dict(shared or {})
-        self._muon = MuonUpdate(self._states, self._axes, momentum)
+        self._muon = MuonUpdate(self._states, momentum)
         if self._shared and self.at_once:
             raise ValueError(
                 "Gradients of shared parameters (tied weights) are summed after the backward pass, so no "
@@ -366,7 +366,7 @@ class ShardedOptimizer(OneGroup):
             self._muon.settle(gradients, (1.0 if is_plain else scale) / self._axes.size)
         self._was_plain = is_plain and is_as_before
         if not self._is_cut:  # no weights are sent: one pass over everything
-            together = [each for own in gradients.values() for each in own if each[0].matrix is None]
+            together = [each for own in gradients.values() for each in own if not each[0].matrices]
             self._update.update(together, self.lr, scale / self._axes.size)
             for _, directions in self._muon.directions(self._buckets):
                 self._muon.update(directions, self.lr)
@@ -395,7 +395,7 @@ class ShardedOptimizer(OneGroup):
             return
         for bucket, directions in self._muon.directions(self._gatherer.update_order()):
             self._muon.update(directions, self.lr)
-            own = [each for each in gradients.pop(id(bucket), []) if each[0].matrix is None]
+            own = [each for each in gradients.pop(id(bucket), []) if not each[0].matrices]
             if own and own[0][0].ahead is not None:
                 self._update.keep(own, self.lr)
             else:

@@ -1,11 +1,13 @@
 """Gathers matrices whose pieces lie over the ranks of an axis, where they are wanted, and scatters them.
 
-Several travel together. A rank's segment holds its pieces one after the other, each as long as the first
-rank's, in lines of one element.
+Several travel together. A rank's segment holds its pieces one after the other, in lines of one element; all
+segments are as long as the longest.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -21,23 +23,33 @@ from pyruntime.data_parallel.axes import FlightAxis
 @dataclass(frozen=True)
 class MatrixCut:
     """A matrix of `shape`. Each of `size` ranks has a piece of its dimension `dim`, cut as DTensor's Shard
-    cuts: every rank ceil(n / size), the last ones less, or none."""
+    cuts: every rank ceil(n / size), the last ones less, or none.
+
+    of: rows of the stack that is cut, whose row `first` is the matrix's first; None: it is cut by itself."""
 
     shape: tuple[int, int]
     dim: int
     size: int
+    of: int | None = None
+    first: int = 0
+
+    @property
+    def _share(self) -> int:
+        every = self.shape[self.dim] if self.of is None else self.of
+        return max(1, -(-every // self.size))
 
     def piece(self, rank: int) -> tuple[int, int]:
         """Returns the shape of that rank's piece."""
-        length, share = self.shape[self.dim], -(-self.shape[self.dim] // self.size)
-        own = max(0, min(share, length - rank * share))
+        low, high = rank * self._share - self.first, (rank + 1) * self._share - self.first
+        own = max(0, min(high, self.shape[self.dim]) - max(low, 0))
         return (own, self.shape[1]) if self.dim == 0 else (self.shape[0], own)
 
     @property
-    def elements(self) -> int:
-        """Elements of the first rank's piece, the largest."""
-        rows, columns = self.piece(0)
-        return rows * columns
+    def holder(self) -> int | None:
+        """The rank that has all of it; None: several have pieces."""
+        last = self.first + max(0, self.shape[self.dim] - 1)
+        first, last = self.first // self._share, last // self._share
+        return first if first == last else None
 
 
 Wholes: TypeAlias = list[Tensor | None]
@@ -47,16 +59,19 @@ Wholes: TypeAlias = list[Tensor | None]
 class _Segments:
     """The places of the pieces of `cuts` in every rank's segment."""
 
-    def __init__(self, cuts: Sequence[MatrixCut]):
-        self.cuts, self.places = cuts, [0]
-        for cut in cuts:
-            self.places.append(self.places[-1] + cut.elements)
-        self.length = self.places[-1]
+    def __init__(self, cuts: Sequence[MatrixCut], ranks: int):
+        self.cuts = cuts
+        self._places = [
+            list(itertools.accumulate((math.prod(cut.piece(rank)) for cut in cuts), initial=0))
+            for rank in range(ranks)
+        ]
+        self.length = max(places[-1] for places in self._places)
+        """Elements of the longest."""
 
     def of(self, segment: Tensor, number: int, rank: int) -> Tensor:
         """Returns a rank's piece of a matrix in its `segment` [length], as a view."""
-        rows, columns = shape = self.cuts[number].piece(rank)
-        return segment[self.places[number] :][: rows * columns].view(shape)
+        begin, end = self._places[rank][number : number + 2]
+        return segment[begin:end].view(self.cuts[number].piece(rank))
 
 
 class Gathering:
@@ -71,7 +86,7 @@ class Gathering:
         wanted: Sequence[bool],
         done: Callable[[Wholes], None],
     ):
-        self._axis, self._segments, self._wanted, self._done = axis, _Segments(cuts), wanted, done
+        self._axis, self._segments, self._wanted, self._done = axis, _Segments(cuts, axis.size), wanted, done
         self._wholes: Wholes = [None] * len(cuts)
         self._own = own = pieces[0].new_zeros(self._segments.length)
         for number, piece in enumerate(pieces):
@@ -127,7 +142,7 @@ class Scattering:
     def __init__(
         self, axis: FlightAxis, cuts: Sequence[MatrixCut], wholes: Wholes, dtype: torch.dtype, device: str
     ):
-        self._axis, self._segments = axis, _Segments(cuts)
+        self._axis, self._segments = axis, _Segments(cuts, axis.size)
         self.pieces: list[Tensor] = []
         length = self._segments.length
         axis.make_room()

@@ -11,8 +11,8 @@ from torch.distributed.tensor import Replicate, Shard
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import BucketPart
-from pyruntime.nn.layout import Layout, PackedDTensor, dtensor
-from pyruntime.nn.parameters import Part
+from pyruntime.nn.layout import BlocksDTensor, Layout, dtensor
+from pyruntime.nn.parameters import Part, TensorGroup
 
 
 def weights_state(weights: Sequence[BucketWeights]) -> dict[str, Tensor]:
@@ -35,17 +35,18 @@ def as_dtensor(rows: Tensor, parameter: Tensor, part: BucketPart, axes: Axes) ->
     if layout is not None and (layout.group.ranks > 1 or (axes.size == 1 and layout.group.name)):
         whole = part_of(layout, part.key)
         if axes.shard.size == 1:
-            return layout.to_dtensor(whole, rows)
+            return layout.to_dtensor(whole, rows.view(part.shape))
         mesh = _tp_and_shard(layout.group.mesh(parameter.device.type), axes.shard.mesh)
-        placements = [*layout.placements, Shard(0)]
-        if whole.packed:
-            return PackedDTensor.of(rows, layout, whole, mesh, placements, axes.shard.mesh)
-        return dtensor(rows, mesh, placements, whole.shape)
-    shape = (part.rows, *parameter.shape[1:]) if parameter.dim() else ()
-    if axes.shard.size == 1:
-        mesh = axes.replicate.mesh
-        return dtensor(rows.view(shape), mesh, [Replicate()], shape) if mesh is not None else rows.view(shape)
-    return dtensor(rows, axes.shard.mesh, [Shard(0)], shape or (1,))
+    else:
+        if axes.shard.size == 1:
+            mesh, rows = axes.replicate.mesh, rows.view(part.shape)
+            return rows if mesh is None else dtensor(rows, mesh, [Replicate()], part.shape)
+        whole, mesh = Part(part.key, part.shape or (1,)), axes.shard.mesh
+        layout = Layout(TensorGroup.of(None), None, (whole,))
+    placements = [*(layout.placements if layout.group.name else ()), Shard(0)]
+    if whole.packed or len(whole.shape) == 3:
+        return BlocksDTensor.of(rows, layout, whole, mesh, placements, axes.shard.mesh)
+    return dtensor(rows, mesh, placements, whole.shape)
 
 
 def _tp_and_shard(tp: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:

@@ -28,7 +28,7 @@ from pyruntime.ops.attention import statistics_dtype
 from pyruntime.ops.layers import adamw_, adamw_ahead_, random_rounding
 
 if TYPE_CHECKING:
-    from pyruntime.data_parallel.muon import Matrix, Stack
+    from pyruntime.data_parallel.muon import Matrix
 
 Decay: TypeAlias = float | dict[str, float]
 
@@ -76,7 +76,7 @@ class PartState:
         self.moments = {name: home.zeros(rows) for name in moments}
         self.numbers: dict[str, Tensor] = {}
         """Values that a torch optimizer keeps beside moments, the same on every rank."""
-        self.matrix: Matrix | Stack | None = None
+        self.matrices: tuple[Matrix, ...] = ()
         """The matrix, or the experts' ones, if Muon updates these rows in place of AdamW."""
         self.first = self.axes.shard.rank * part.lines * bucket.width
         """Index of the rows' first element in the whole part."""

@@ -1,5 +1,5 @@
 """Converts between a rank's shards and the tensors of state dicts. Shards become DTensors; those of packed
-linears become a subclass, because torch has no placement for them."""
+linears, and rows of stacks of experts, become a subclass, because torch has no placement for them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map_only
 
 from pyruntime.nn.parameters import Cut, Part, in_order, own_of
+from pyruntime.nn.rows import blocks_of, row_count, shape_of_rows
 
 aten = torch.ops.aten
 _SAME_ROWS = {
@@ -39,14 +39,17 @@ def dtensor(
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
-class PackedDTensor(DTensor):
-    """A tensor [.., sum of n_i, ..] of which this rank holds [part0_r | part1_r | ..].
+class BlocksDTensor(DTensor):
+    """A tensor of which this rank holds blocks that no placement of torch describes:
 
-    No placement of torch describes that. Its own says "Shard", but nothing relies on it: a checkpoint
-    (torch.distributed.checkpoint) writes and reads each part's shard at its place in the full tensor, without
-    communication; `full_tensor()` and `redistribute()` put the parts in order; an operator runs on the full
-    tensor, so every rank must call it. Writing into it is refused. With `shard_mesh` the rank holds only some
-    rows of its parts, as Shard(0) over that mesh cuts them (ZeRO)."""
+        [part0_r | part1_r | ..]     of a packed linear's [.., sum of n_i, ..]
+        rows of a stack [E, m, n]    that begin or end within a matrix; the local tensor is [rows, n]
+
+    Its own placement says "Shard", but nothing relies on it: a checkpoint (torch.distributed.checkpoint)
+    writes and reads each block at its place in the full tensor, without communication; `full_tensor()` and
+    `redistribute()` put the blocks in order; `copy_()` into it takes them; any other operator runs on the
+    full tensor, so every rank must call it, and may not write. With `shard_mesh` the rank holds only its rows
+    of the tensor-parallel shard, which ZeRO cuts over that mesh (rows.py)."""
 
     tp_layout: Cut
     part: Part
@@ -61,27 +64,43 @@ class PackedDTensor(DTensor):
         mesh: DeviceMesh,
         placements: Sequence[Placement],
         shard_mesh: DeviceMesh | None = None,
-    ) -> PackedDTensor:
+    ) -> BlocksDTensor:
         """mesh, placements: as for a tensor that is cut as one."""
         spec = dtensor(local.detach(), mesh, placements, part.shape)._spec
         made = cls(local, spec, requires_grad=local.requires_grad)
         made.tp_layout, made.part, made.shard_mesh = layout, part, shard_mesh
         return made
 
-    def like(self, local: Tensor) -> PackedDTensor:
+    def like(self, local: Tensor) -> BlocksDTensor:
         """Wraps the shard of another tensor that is cut in the same way."""
-        return PackedDTensor.of(
+        return BlocksDTensor.of(
             local, self.tp_layout, self.part, self.device_mesh, self.placements, self.shard_mesh
+        )
+
+    def is_cut_like(self, other: BlocksDTensor) -> bool:
+        """Whether this rank holds the same blocks of both."""
+        mine, theirs = self.tp_layout, other.tp_layout
+        return (self.part, mine.dim, mine.group.name, self.shard_mesh) == (
+            other.part,
+            theirs.dim,
+            theirs.group.name,
+            other.shard_mesh,
         )
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """Gathers the full tensor on every rank. All ranks must call it; no gradient."""
         layout, local = self.tp_layout, self._local_tensor.detach()
-        assert layout.dim is not None
         if self.shard_mesh is not None:
-            local = dtensor(local, self.shard_mesh, [Shard(0)], layout.local_shape()).full_tensor()
+            shape = layout.local_shape_of(self.part)
+            every = shape_of_rows(shape, row_count(shape))
+            local = dtensor(local, self.shard_mesh, [Shard(0)], every).full_tensor().view(shape)
+        if not layout.cut_over:
+            return local
         mesh = layout.group.mesh(local.device.type)
         gathered = dtensor(local, mesh, layout.placements, self.part.shape).full_tensor()
+        if not self.part.packed:
+            return gathered
+        assert layout.dim is not None
         return in_order(gathered, layout.dim, layout.group.size, self.part.packed)
 
     def redistribute(
@@ -92,23 +111,25 @@ class PackedDTensor(DTensor):
         whole = DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
         return whole.redistribute(placements=placements)
 
-    def _pieces(self) -> Iterator[tuple[torch.Size, Tensor]]:
-        """Yields, for every part, (its offsets in the full tensor, this rank's memory of it)."""
-        dim, local, rows = self.tp_layout.dim, self._local_tensor.detach(), 0
-        assert dim is not None
-        if self.shard_mesh is not None:
-            shape = torch.Size(self.tp_layout.local_shape())
-            rows = compute_local_shape_and_global_offset(shape, self.shard_mesh, [Shard(0)])[1][0]
-        held = rows if dim == 0 else 0  # the first feature of the tensor-parallel rank's that is held here
-        offsets = [0] * local.dim()
-        offsets[0] = rows
-        at = 0
-        for start, stop in self.tp_layout.ranges(self.part)[dim]:
-            low, high = max(at, held), min(at + stop - start, held + local.shape[dim])
-            if low < high:
-                offsets[dim] = start + low - at
-                yield torch.Size(offsets), local.narrow(dim, low - held, high - low)
-            at += stop - start
+    def _blocks(self) -> Iterator[tuple[torch.Size, Tensor]]:
+        """Yields, for every block, (its offsets in the full tensor, this rank's memory of it)."""
+        local, shape = self._local_tensor.detach(), self.tp_layout.local_shape_of(self.part)
+        if self.shard_mesh is None:
+            yield from self._of_shard([0] * len(shape), local)
+            return
+        count = row_count(shape)
+        first = min(count, -(-count // self.shard_mesh.size()) * self.shard_mesh.get_local_rank())
+        for block in blocks_of(shape, first, len(local)):
+            memory = local[block.first : block.first + block.rows]
+            yield from self._of_shard(block.offsets, memory.view(block.sizes))
+
+    def _of_shard(self, offsets: Sequence[int], memory: Tensor) -> Iterator[tuple[torch.Size, Tensor]]:
+        """Yields the blocks of the full tensor that a block of the tensor-parallel shard is."""
+        found = [(list(offsets), memory)]
+        for dim, ranges in self.tp_layout.ranges(self.part).items():
+            found = [each for one in found for each in _in_full(*one, dim, ranges)]
+        for at, each in found:
+            yield torch.Size(at), each
 
     # -- the interface of torch.distributed.checkpoint
 
@@ -123,14 +144,14 @@ class PackedDTensor(DTensor):
                     size=self.size(),
                 ),
             )
-            for offsets, piece in self._pieces()
+            for offsets, piece in self._blocks()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets=at, sizes=piece.size()) for at, piece in self._pieces()]
+        return [ChunkStorageMetadata(offsets=at, sizes=piece.size()) for at, piece in self._blocks()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for offsets, piece in self._pieces():
+        for offsets, piece in self._blocks():
             if offsets == index.offset:
                 return piece
         raise ValueError(f"This rank holds nothing of {index.fqn} that begins at {index.offset}.")
@@ -140,13 +161,45 @@ class PackedDTensor(DTensor):
         kwargs = kwargs or {}
         if func in _SAME_ROWS:
             return args[0].like(func(args[0]._local_tensor, *args[1:], **kwargs))
-        if func._schema.is_mutable and isinstance(args[0], PackedDTensor):
+        if func is aten.copy_.default and isinstance(args[0], BlocksDTensor):
+            return _copy(*args[:2])
+        if func._schema.is_mutable and isinstance(args[0], BlocksDTensor):
             raise ValueError(
-                f"{func} would write into {args[0].part.key} of a state dict, which is cut by the parts "
-                f"{list(args[0].part.packed)}; use load_state_dict(), or write into the parameter."
+                f"{func} would write into {args[0].part.key} of a state dict, of which this rank holds "
+                "blocks; use copy_() of a full tensor, load_state_dict(), or write into the parameter."
             )
-        args, kwargs = tree_map_only(PackedDTensor, PackedDTensor.full_tensor, (args, kwargs))
+        args, kwargs = tree_map_only(BlocksDTensor, BlocksDTensor.full_tensor, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _in_full(
+    offsets: Sequence[int], memory: Tensor, dim: int, ranges: Sequence[tuple[int, int]]
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Yields what a block of a shard is in the full tensor, along `dim`, of which the shard has `ranges`."""
+    held, at = offsets[dim], 0
+    for start, stop in ranges:
+        low, high = max(at, held), min(at + stop - start, held + memory.shape[dim])
+        if low < high:
+            moved = list(offsets)
+            moved[dim] = start + low - at
+            yield moved, memory.narrow(dim, low - held, high - low)
+        at += stop - start
+
+
+def _copy(target: BlocksDTensor, source: Tensor) -> BlocksDTensor:
+    """Writes another tensor of the same shape; if it is not cut in the same way, every rank must call it."""
+    if isinstance(source, BlocksDTensor) and target.is_cut_like(source):
+        target._local_tensor.copy_(source._local_tensor)
+        return target
+    whole = source.full_tensor() if isinstance(source, DTensor) else source
+    if whole.shape != target.shape:
+        raise ValueError(
+            f"{target.part.key} is {list(target.shape)}, and a tensor of {list(whole.shape)} was copied into "
+            "it; copy one of the same shape."
+        )
+    for offsets, memory in target._blocks():
+        memory.copy_(whole[tuple(slice(at, at + n) for at, n in zip(offsets, memory.shape, strict=True))])
+    return target
 
 
 @dataclass(frozen=True)
@@ -166,7 +219,7 @@ class Layout(Cut):
         """Makes the DTensor of one part over the storage of this rank's shard."""
         mesh = self.group.mesh(shard.device.type)
         if part.packed:
-            return PackedDTensor.of(shard, self, part, mesh, self.placements)
+            return BlocksDTensor.of(shard, self, part, mesh, self.placements)
         return dtensor(shard, mesh, self.placements, part.shape)
 
     def local_part(self, part: Part, value: Tensor) -> Tensor:
@@ -175,8 +228,8 @@ class Layout(Cut):
         placed differently. Raises ValueError for any other shape."""
         local_shape = self.local_shape_of(part)
         if isinstance(value, DTensor):
-            if isinstance(value, PackedDTensor) or part.packed:
-                return self._packed_part(part, value)
+            if isinstance(value, BlocksDTensor) or part.packed:
+                return self._part_in_blocks(part, value)
             mesh = self.group.mesh(value.device_mesh.device_type) if self.group.name else None
             if tuple(value.shape) == part.shape and value.device_mesh == mesh:
                 return value.redistribute(mesh, self.placements).to_local()
@@ -193,9 +246,9 @@ class Layout(Cut):
             "pass a DTensor, the full tensor or this rank's shard."
         )
 
-    def _packed_part(self, part: Part, value: DTensor) -> Tensor:
-        """Does the same for a DTensor, where it or the part is packed."""
-        if isinstance(value, PackedDTensor) and value.shard_mesh is None:
+    def _part_in_blocks(self, part: Part, value: DTensor) -> Tensor:
+        """Does the same for a DTensor, where it or the part is in blocks."""
+        if isinstance(value, BlocksDTensor) and value.shard_mesh is None:
             theirs = value.tp_layout
             if (value.part, theirs.dim, theirs.group.name) == (part, self.dim, self.group.name):
                 return value.to_local()

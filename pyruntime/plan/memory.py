@@ -194,10 +194,10 @@ def parameters_of_rank(
 
 
 def states(
-    parameters: float, mesh: Mesh, micro_batches: int, rules: Rules, shard: float | None = None
+    parameters: float, mesh: Mesh, micro_batches: int, rules: Rules, shard: int | None = None
 ) -> tuple[float, float, float]:
-    """Returns the bytes of weights, gradients and optimizer states of `parameters` parameters. shard: by how
-    much ZeRO divides those of the fullest rank; None: by the number of ranks.
+    """Returns the bytes of weights, gradients and optimizer states of `parameters` parameters. shard: the
+    ranks over which ZeRO cuts them; None: those of the mesh.
 
     ZeRO (Rajbhandari et al. 2020): stage 1 cuts optimizer states over dp cp ranks, stage 2 gradients too,
     stage 3 weights too.
@@ -222,7 +222,7 @@ def _states_of_rank(
     many parameters in matrices and vectors; and those that Muon needs besides."""
     model, micro_batches = job.model, mesh.micro_batches(job.batch)
     cut = mesh.tp * mesh.x * mesh.y * mesh.z
-    # Experts are whole: the fullest rank has more than its share.
+    # A rank has whole experts, of which ZeRO cuts the rows: the fullest has more than its share.
     of_all = layers * model.layer_experts
     fullest = of_all * model.fullest(mesh.experts_over) / cut_of_experts(mesh)
     parameters = (matrices - of_all) / cut + vectors
@@ -232,24 +232,20 @@ def _states_of_rank(
         own = layers * job.adapters.parameters(mesh.tp)
         weights, gradients, optimizer = states(own, mesh, micro_batches, rules)
         weights += states(parameters, mesh, micro_batches, rules)[0]  # frozen weights have nothing else
-    share = 1.0
-    if model.experts:
-        # ZeRO cuts a rank's experts into whole ones too.
-        of_rank = -(-model.experts // mesh.experts_over)
-        share = of_rank / -(-of_rank // mesh.experts_shard)
-        of_experts = states(fullest, mesh, micro_batches, rules, share)
-        if job.adapters is not None:
-            of_experts = of_experts[0], 0.0, 0.0
-        weights, gradients, optimizer = (
-            sum(each) for each in zip((weights, gradients, optimizer), of_experts, strict=True)
-        )
+    of_experts = states(fullest, mesh, micro_batches, rules, mesh.experts_shard)
+    if job.adapters is not None:
+        of_experts = of_experts[0], 0.0, 0.0
+    weights, gradients, optimizer = (
+        sum(each) for each in zip((weights, gradients, optimizer), of_experts, strict=True)
+    )
     muon = 0.0
     match job.optimizer:
         case "adamw":
             pass
         case "muon":
             held = (layers * model.layer_matrices - of_all) / cut / mesh.shard
-            optimizer -= MOMENT * (held + fullest / share)
+            held += fullest / mesh.experts_shard
+            optimizer -= MOMENT * held
             muon = _muon(model, held, mesh, rules)
         case _:
             assert_never(job.optimizer)
@@ -371,7 +367,22 @@ def _muon(model: ModelShape, held: float, mesh: Mesh, rules: Rules) -> float:
         bucket = rules.weight * max(model.hidden * model.up, model.hidden * model.qkv) / mesh.tp
         for ranks in (mesh.shard, mesh.tp):
             bytes_ += SLOTS * bucket * ranks if ranks > 1 else 0
+        split = max(split_experts(model, mesh))
+        bytes_ += SLOTS * rules.weight * split * model.hidden * model.expert_ffn * mesh.experts_shard
     return bytes_
+
+
+def split_experts(model: ModelShape, mesh: Mesh) -> tuple[int, int]:
+    """Returns how many of a rank's gates and ups, and of its downs, of one layer several ranks share, so that
+    they travel to be orthogonalized."""
+    if not model.experts:
+        return 0, 0
+    of_rank, ranks = -(-model.experts // mesh.experts_over), mesh.experts_shard
+    gates, downs = (
+        len({cut * count // ranks for cut in range(1, ranks) if cut * count % ranks})
+        for count in (2 * of_rank, of_rank)
+    )
+    return gates, downs
 
 
 def _one_layer(model: ModelShape, tokens: float, mesh: Mesh, rules: Rules) -> float:

@@ -20,6 +20,7 @@ from pyruntime.plan.memory import (
     cut_of_experts,
     layer_activations,
     parameters_of_rank,
+    split_experts,
 )
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.overlap import Exposed, LinearShape, Overlap, exposed, exposed_of, linears
@@ -412,9 +413,11 @@ class Predictor:
             ORTHOGONAL_STEPS * (4.0 * n * n * k + 2.0 * n**3) for n, k in map(sorted, model.layer_shapes)
         ]
         work = max(layers * sum(of_layer) / (mesh.tp * mesh.shard), max(of_layer))
-        # Experts are whole on their ranks.
         nbytes = 2.0 * layers * (model.layer_matrices - model.layer_experts) / mesh.tp
         over_shard = all_gather(nbytes, self.link(mesh, "shard", mesh.shard))
+        # Of experts, only matrices that several ranks share travel.
+        shared = 2.0 * layers * sum(split_experts(model, mesh)) * model.hidden * model.expert_ffn
+        over_shard += all_gather(shared, self.link(mesh, "experts shard", mesh.experts_shard))
         over_tp = all_gather(nbytes * mesh.tp / mesh.shard, self.link(mesh, "tp", mesh.tp))
         return work / job.cluster.flops + 2 * (over_shard + over_tp)
 

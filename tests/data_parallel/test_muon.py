@@ -139,7 +139,7 @@ def stepped(group, stage, max_norm, ahead):
     begin = type(optimizer._muon).begin
 
     def begun(muon, bucket, gradients, scale):
-        if any(state.matrix is not None for state, _ in gradients):
+        if any(state.matrices for state, _ in gradients):
             left.append(len(states))
         begin(muon, bucket, gradients, scale)
 
