@@ -108,13 +108,13 @@ class Bucket:
         self.parts: list[BucketPart] = []
         offset = 0
         for owner, (name, parameter) in enumerate(named):
-            row, first = parameter.numel() // max(1, row_count(parameter.shape)), 0
+            row, first_row = parameter.numel() // max(1, row_count(parameter.shape)), 0
             for key, shape in _parts_of(name, parameter):
                 rows = row_count(shape)
                 share = -(-rows // segments)
-                part = BucketPart(owner, key, shape, first, rows, share, row // self.width, offset)
+                part = BucketPart(owner, key, shape, first_row, rows, share, row // self.width, offset)
                 self.parts.append(part)
-                first += rows
+                first_row += rows
                 offset += part.lines
         self.marks = offset
         """First line of the marks."""

@@ -29,7 +29,7 @@ def shape_of_rows(shape: Sequence[int], rows: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """A run of rows that is a block of its tensor: one expert's rows, or whole experts; else any rows."""
 
     first: int
@@ -45,13 +45,13 @@ class Block:
         return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
 
 
-def blocks_of(shape: Sequence[int], first: int, rows: int) -> Iterator[Block]:
+def blocks_of(shape: Sequence[int], first: int, rows: int) -> Iterator[RowBlock]:
     """Yields the blocks that the rows [first, first + rows) of a tensor of `shape` are, in their order: of a
     stack at most three, the middle one of whole matrices. None if there are no rows."""
     rest = shape_of_rows(shape, rows)[1:]
     if len(shape) != 3:
         if rows > 0:
-            yield Block(0, rows, (first, *[0] * len(rest))[: len(shape)], (rows, *rest)[: len(shape)])
+            yield RowBlock(0, rows, (first, *[0] * len(rest))[: len(shape)], (rows, *rest)[: len(shape)])
         return
     at, end = first, first + rows
     while at < end:
@@ -59,5 +59,5 @@ def blocks_of(shape: Sequence[int], first: int, rows: int) -> Iterator[Block]:
         whole = (end - at) // shape[1] if row == 0 else 0
         count = min(shape[1] - row, end - at)
         sizes = (whole, shape[1], *rest) if whole else (1, count, *rest)
-        yield Block(at - first, sizes[0] * sizes[1], (matrix, row, 0), sizes)
+        yield RowBlock(at - first, sizes[0] * sizes[1], (matrix, row, 0), sizes)
         at += sizes[0] * sizes[1]

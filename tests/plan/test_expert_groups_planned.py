@@ -24,7 +24,7 @@ from tests.nn.test_expert_groups import runtime_of
 EXPERTS, LAYERS, SEQ, STEPS = 8, (1, 2), 256, 2
 
 
-def config_of(layers: int) -> LlamaConfig:
+def config_of(layers: int, experts: int = EXPERTS) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=256,
         hidden_size=256,
@@ -32,13 +32,13 @@ def config_of(layers: int) -> LlamaConfig:
         num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
-        mixture=Mixture(EXPERTS, 2, 192),
+        mixture=Mixture(experts, 2, 192),
     )
 
 
-def job_of(layers: int, mesh: Mesh) -> Job:
+def job_of(layers: int, mesh: Mesh, experts: int = EXPERTS) -> Job:
     ranks = mesh.ranks
-    return Job(of_llama("", config_of(layers)), Cluster.of_ranks(ranks), ranks, mesh.dp, SEQ)
+    return Job(of_llama("", config_of(layers, experts)), Cluster.of_ranks(ranks), ranks, mesh.dp, SEQ)
 
 
 def counted(_group, name: str, ep: int, zero: int) -> list[float]:
@@ -78,6 +78,28 @@ def test_bytes_are_those_that_ranks_count(ranks, name, ep, zero):
     expected = [more - fewer for fewer, more in zip(*of_layers, strict=True)]
     for found in ranks.run(counted, 4, name, ep, zero):
         assert found == pytest.approx(expected, rel=0.03, abs=16)  # marks, norms and statistics besides
+
+
+def held(_group, name: str, ep: int, zero: int) -> tuple[int, int]:
+    """The elements of weights, and of one optimizer state, that this rank keeps."""
+    runtime = runtime_of(name, ep)
+    model = Llama(config_of(1, 2), runtime.tp, experts=runtime.ep)
+    handle = pyruntime.shard(model, runtime.replicas, stage=zero, bucket_bytes=1)
+    rows = sum(state.rows.numel() for state in handle.adamw().current() if state.parameter.dim() >= 2)
+    whole = sum(p.numel() for p in model.parameters() if p.dim() >= 2)
+    handle.close()
+    return rows if zero == 3 else whole, rows
+
+
+@pytest.mark.parametrize(("name", "ep", "zero"), [("dp4", 2, 1), ("dp2 tp2", 1, 3), ("dp4", 1, 2)])
+@pytest.mark.second_tier(but=["dp2 tp2-1-3"])
+def test_states_are_those_that_ranks_hold(ranks, name, ep, zero):
+    """Two experts, cut within one where four ranks hold the same."""
+    mesh = replace({"dp2 tp2": Mesh(tp=2, dp=2), "dp4": Mesh(dp=4)}[name], ep=ep, zero=zero)
+    planned = worst_memory(job_of(1, mesh, 2), mesh, TRAINER)
+    for weights, states in ranks.run(held, 4, name, ep, zero):
+        assert weights * TRAINER.weight == pytest.approx(planned.weights, rel=0.01)  # vectors besides
+        assert states * TRAINER.optimizer == pytest.approx(planned.optimizer, rel=0.01)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(tp=2, dp=4), Mesh(tp=4, cp=2, zero=3), Mesh(tp=2, dp=4, replicate=2)])
