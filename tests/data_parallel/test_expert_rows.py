@@ -3,11 +3,14 @@ and on every number of ranks they train as on one."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -237,3 +240,80 @@ def test_a_checkpoint_of_whole_experts_loads_and_whole_tensors_are_taken(ranks, 
         for name, value in tensors.items():
             assert torch.equal(found[name], value) and torch.equal(written[name], value + 1)
             assert torch.equal(back[name], value)
+
+
+class Stack(nn.Module):
+    """Experts that no layer of ours holds, and that every row goes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(2, 7, 5, dtype=torch.float64))
+        self.down = nn.Parameter(torch.empty(2, 5, 7, dtype=torch.float64))
+
+    def forward(self, x):
+        made = torch.einsum("emn,bn->ebm", self.up, x).tanh()
+        return x + torch.einsum("enm,ebm->bn", self.down, made)
+
+
+def weights_of_stack():
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "up": torch.randn(2, 7, 5, generator=generator, dtype=torch.float64),
+        "down": torch.randn(2, 5, 7, generator=generator, dtype=torch.float64),
+    }
+
+
+def steps_of_stack(model, optimizer, ranks):
+    """Steps on the rows of these ranks, of three; returns a copy of an optimizer's states midway."""
+    copied = {}
+    for step in range(3):
+        for rank in ranks:
+            generator = torch.Generator().manual_seed(7 * step + rank)
+            x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+            (model(x).square().mean() / len(ranks)).backward()
+        if type(optimizer) is torch.optim.AdamW:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            copied = copy.deepcopy(optimizer.state_dict())
+    return copied
+
+
+def stack_trained(group, stage, kind, folder):
+    with pyruntime.on_meta() if folder else contextlib.nullcontext():
+        model = Stack()
+    if not folder:
+        model.load_state_dict(weights_of_stack())
+    mesh, rank, _ = cases.mesh_of(group, "dp")
+    handle = pyruntime.shard(model, mesh, stage=stage, bucket_bytes=8)
+    if folder:
+        handle.load_pretrained(folder)
+    if kind == "sgd":
+        optimizer = handle.of_torch(torch.optim.SGD, lr=LR, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    copied = steps_of_stack(model, optimizer, [rank])
+    states = whole({name: each for name, each in copied.items() if name.startswith("momentum")})
+    found = whole(handle.state_dict())
+    handle.close()
+    return found, states, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "from_files"), [(1, "sgd", False), (2, "adamw", False), (3, "sgd", True)]
+)
+def test_stacks_of_any_module_train_with_any_optimizer(ranks, tmp_path, stage, kind, from_files):
+    if from_files:
+        save_file(weights_of_stack(), tmp_path / "model.safetensors")
+    found = ranks.run(stack_trained, 3, stage, kind, str(tmp_path) if from_files else "")
+    exact = Stack()
+    exact.load_state_dict(weights_of_stack())
+    of_one = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind]
+    optimizer = of_one(exact.parameters(), lr=LR, **({"momentum": 0.9} if kind == "sgd" else {}))
+    steps_of_stack(exact, optimizer, range(3))
+    for weights, states, closed in found:
+        assert len(states) == (2 if kind == "sgd" else 0) and all(each.dim() == 3 for each in states.values())
+        for name, value in exact.named_parameters():
+            torch.testing.assert_close(weights[name], value.detach(), rtol=0, atol=1e-12)
+            assert torch.equal(closed[name], weights[name])

@@ -244,7 +244,7 @@ def as_a_tensor(group) -> list[str]:
 
 def test_a_packed_tensor_is_the_whole_to_whatever_reads_it(ranks):
     for message in ranks.run(as_a_tensor, 2):
-        assert "zero_" in message and "parts [32, 16, 16]; use load_state_dict()" in message
+        assert "zero_" in message and "blocks; use copy_() of a full tensor" in message
 
 
 def beside_data_parallelism(group, name: str, stage: int, folder: str) -> None:
