@@ -20,6 +20,7 @@ from pyruntime.train.resolved import check
 from pyruntime.train.run import run
 from pyruntime.train.signals import StopRequest
 from tests.train import jobs
+from tests.train.test_checkpoint import through_torch
 from tools import check_parity as parity
 
 MODEL = Model(
@@ -188,6 +189,48 @@ def test_muon_steps_along_each_expert_alike_on_every_mesh(ranks, config, name):
     found = ranks.run(steps_of, 4, jobs.on_mesh(config, micro_batches, **sizes))
     assert found[0] == found[-1]
     assert parity.difference(found[0], expected) <= parity.TOLERANCE
+
+
+def test_torch_reads_blocks_of_a_stack_that_one_rank_has_written(ranks, config, tmp_path):
+    """Seven experts over four ranks are cut within three of them: a rank has one block, two or three."""
+    config = jobs.changed(jobs.on_mesh(config, 1, dp=4, zero=2), "train", steps=1, val_every=0)
+    config = jobs.changed(config, "model", num_hidden_layers=2)
+    config = jobs.changed(config, "output", run_dir=str(tmp_path))
+    ranks.run(jobs.history, 4, config)
+    saved = tmp_path / "checkpoints" / "step-000001"
+    assert {f"rank-00001{more}.safetensors" for more in ("", "-1", "-2")} <= {
+        each.name for each in saved.iterdir()
+    }
+    for theirs, ours in ranks.run(through_torch, 4, config, saved):
+        assert theirs.keys() == ours.keys() and any("experts" in name for name in ours)
+        assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+
+
+STATES = {
+    "replicas": ("data_parallel", {"method": "co2", "tau": 3, "outer_momentum": 0.3}),
+    "a file": ("optimizer", {"offload": "states"}),
+    "fewer bytes": ("data_parallel", {"compression": "top_k", "compression_density": 0.9}),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.second_tier
+def test_rows_of_experts_go_on_over_other_ranks(ranks, config, tmp_path, name):
+    """Of replicas that meet rarely, of states in a file and with compressed gradients: over two meshes of two
+    replicas, or of one, and on from the midst of a round."""
+    section, options = STATES[name]
+    config = jobs.changed(config, "train", steps=7, val_every=0, balance_loss=0.0)
+    config = jobs.changed(jobs.changed(config, section, **options), "checkpoint", every_steps=4)
+    config = jobs.changed(config, "output", run_dir=str(tmp_path))
+    replicas = 2 if name == "replicas" else 1
+    one = jobs.on_mesh(config, 1, dp=4, zero=1, **({"dp_replicate": 2} if replicas == 2 else {}))
+    expected = ranks.run(jobs.history, 4, one)[0]
+    saved = tmp_path / "checkpoints" / "step-000004"
+    assert jobs.curve(ranks.run(jobs.history, 4, one, saved)[0], "loss") == jobs.curve(expected, "loss")[4:]
+    assert expected[-1].loss < expected[0].loss
+    other = jobs.on_mesh(config, 1 if replicas == 2 else 2, tp=2, dp=2)
+    if name != "fewer bytes":
+        jobs.check_curves(ranks.run(jobs.history, 4, other, saved), expected[4:])
 
 
 def by_sigmoid(config):

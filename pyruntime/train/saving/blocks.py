@@ -7,7 +7,7 @@ once, because torch's own way exchanges pickles between ranks.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +96,20 @@ def _check_whole(by_rank: Sequence[Sequence[HeldBlock]], holders: dict) -> None:
     for name, (whole, held_elements) in found.items():
         if held_elements != math.prod(whole):
             raise ValueError(f"the ranks hold {held_elements} of {math.prod(whole)} elements of {name}")
+
+
+def in_files(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Shares a rank's blocks out over files, at least one, so that a file has one block of a tensor. A rank
+    has up to three of experts, which ZeRO cuts by rows."""
+    files: list[list[WriteItem]] = [[]]
+    seen: Counter[str] = Counter()
+    for item in items:
+        number = seen[item.index.fqn]
+        seen[item.index.fqn] += 1
+        if number == len(files):
+            files.append([])
+        files[number].append(item)
+    return files
 
 
 def block_of(item: WriteItem) -> HeldBlock:

@@ -19,6 +19,7 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -71,8 +72,10 @@ class Saver:
         self._run_dir, self._sharded, self._group, self._keep = run_dir, sharded, group, keep
         self._outer = outer
         self._planner = DefaultSavePlanner()
-        self._items: list[WriteItem] = []
-        self._staging: Staging | None = None
+        self._files: list[list[WriteItem]] = []
+        """This rank's blocks, by file."""
+        self._staging: list[Staging] = []
+        """Of each file."""
         self._write: Write | None = None
         self._newest: Path | None = None
         self._took: tuple[int, float] | None = None
@@ -105,7 +108,7 @@ class Saver:
             raise
         except Exception as error:
             raise TrainingError(_refusal(self._run_dir, final, cause_of(error))) from error
-        if isinstance(staging, Unstaged):  # the next step would change what is being written
+        if isinstance(staging[0], Unstaged):  # the next step would change what is being written
             self.finish()
 
     @property
@@ -139,7 +142,7 @@ class Saver:
         entered(EntryKind.WAIT, "checkpoint", "write", begin)
         self._newest, self._took = write.final, write.took
 
-    def _staged(self, final: Path, doing: str) -> Staging:
+    def _staged(self, final: Path, doing: str) -> list[Staging]:
         """Copies this rank's blocks into the staging memory."""
         if self._outer is None:
             state = state_of(self._sharded)
@@ -147,12 +150,12 @@ class Saver:
             state = state_of_all(self._sharded, self._outer, self._outer.state_dict())
             state["model"] = self._outer.weights()
         # A new compression plan changes the sizes of the residuals.
-        if self._staging is None or self._sharded.compressor is not None:
+        if not self._staging or self._sharded.compressor is not None:
             self._settle(state, final, doing)
-        assert self._staging is not None
         begin = time.monotonic()
         self._planner.set_up_planner(state)
-        self._staging.copy({item.index.fqn: self._planner.resolve_data(item) for item in self._items})
+        for staging, items in zip(self._staging, self._files, strict=True):
+            staging.copy({item.index.fqn: self._planner.resolve_data(item) for item in items})
         entered(EntryKind.COPY, "checkpoint", "copy", begin)
         return self._staging
 
@@ -169,12 +172,14 @@ class Saver:
 
         on_rank_0(self._group, doing, clear)
         found = blocks.held(state, self._planner, self._group.rank())
-        self._items = blocks.settle(found, self._group, doing)
-        pieces = [blocks.piece_of(item) for item in self._items]
-        if self._staging is None or self._staging.pieces != Staging.order(pieces):
+        self._files = blocks.in_files(blocks.settle(found, self._group, doing))
+        pieces = [[blocks.piece_of(item) for item in items] for items in self._files]
+        if [each.pieces for each in self._staging] != list(map(Staging.order, pieces)):
             assert self._sharded.optimizer is not None
             home, device = self._sharded.optimizer.home, self._sharded.buckets[0].device
-            self._staging = Unstaged(pieces, home.release) if home.is_in_file else Staging(pieces, device)
+            self._staging = [
+                Unstaged(each, home.release) if home.is_in_file else Staging(each, device) for each in pieces
+            ]
 
 
 class Write:
@@ -185,7 +190,7 @@ class Write:
         run_dir: Path,
         facts: CheckpointFacts,
         keep: Checkpoint,
-        staging: Staging,
+        staging: Sequence[Staging],
         group: dist.ProcessGroup,
         doing: str,
         began: float,
@@ -227,7 +232,7 @@ class Write:
         while self._thread.is_alive():
             self._thread.join(1.0)
             now = time.monotonic()
-            taken = self._staging.written, self._published
+            taken = sum(each.written for each in self._staging), self._published
             if not self._is_at_disk or taken != seen:  # the exchange has its own deadline
                 seen, since = taken, now
             elif now - since > DISK_MAY_TAKE_S:
@@ -254,17 +259,20 @@ class Write:
             self._failure = error
 
     def _write_own(self) -> tuple[dict[str, Checksum], str]:
-        """Writes this rank's file. Returns its checksum, or the reason why there is none."""
-        name, begin = f"rank-{self._group.rank():05}{SUFFIX}", time.monotonic()
+        """Writes this rank's files. Returns their checksums, or the reason why there are none."""
+        found: dict[str, Checksum] = {}
+        begin = time.monotonic()
         try:
             self._partial.mkdir(parents=True, exist_ok=True)
             if self._partial.is_symlink():
                 raise NotADirectoryError(errno.ENOTDIR, f"{self._partial} is a link that leads elsewhere")
-            found = self._staging.write(self._partial / name)
+            for number, staging in enumerate(self._staging):
+                name = f"rank-{self._group.rank():05}{f'-{number}' if number else ''}{SUFFIX}"
+                found[name] = staging.write(self._partial / name)
         except Exception as error:
             return {}, cause_of(error)
-        self._sent = begin, time.monotonic(), found.size
-        return {name: found}, ""
+        self._sent = begin, time.monotonic(), sum(each.size for each in found.values())
+        return found, ""
 
     def _settle(self, sums: dict[str, Checksum], problem: str) -> str:
         """Publishes the checkpoint. Returns the refusal that all ranks get; empty on success."""
