@@ -227,6 +227,11 @@ def of_whole_experts(group, folder):
     for name in tensors:
         own[name].copy_(copies[name])
     back = whole({name: own[name] for name in tensors})
+    for name in tensors:
+        own[name].copy_(tensors[name] + 2)
+    handle.load_state_dict({name: copies.get(name, each).clone() for name, each in own.items()})
+    loaded = whole({name: handle.state_dict()[name] for name in tensors})
+    assert all(torch.equal(loaded[name], value) for name, value in tensors.items())
     with pytest.raises(ValueError, match="copy one of the same shape"):
         own["experts.down_proj"].copy_(tensors["experts.gate_up_proj"])
     with pytest.raises(ValueError, match="of which this rank holds blocks"):

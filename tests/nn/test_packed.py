@@ -237,6 +237,8 @@ def as_a_tensor(group) -> list[str]:
         p.data.zero_()
     model.load_state_dict(ordinary)
     assert not differing(whole_of(model.state_dict()), whole)
+    state[key].detach().copy_(whole[key] + 1)
+    assert torch.equal(model.state_dict()[key].full_tensor(), whole[key] + 1)
     with pytest.raises(ValueError) as caught:
         state[key].zero_()
     return str(caught.value)
