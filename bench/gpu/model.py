@@ -29,7 +29,7 @@ from typing import Any
 from bench.common.tables import table
 from bench.gpu import problem
 from bench.gpu.machine_code import Kernel, Loop, kernels_in
-from pyruntime.clock.gpus import (
+from pyruntime.plan.gpus import (
     DEPTH,
     FIRST_LOAD_S,
     GPUS,

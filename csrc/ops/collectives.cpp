@@ -19,9 +19,11 @@ void check_summable(const char* op, const at::Tensor& x) {
                    "; use float32, bfloat16, float16 or float64.");
 }
 
-// The route of rows that are moved whole and not multiplied.
+// The route of rows that are moved whole and not multiplied: on devices all of them at once.
 Route whole(Group& group, int64_t rows) {
-  return {group, rows, {Tier::kUnfused}};
+  Route route{group, rows, {Tier::kUnfused}};
+  route.together = true;
+  return route;
 }
 
 at::Tensor gather_rows(Group& group, const Operand& x_shard, int64_t rows) {

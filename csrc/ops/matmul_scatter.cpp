@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "transport/device_sharing.h"
-#include "transport/flights.h"
 
 namespace pyruntime {
 
@@ -22,7 +21,7 @@ MatmulScatter::MatmulScatter(const Route& route, Parts parts, bool all)
   if (route.tier.tier == Tier::kFused) {
     end_with(multiply_fused(route.tier.tiles));
   } else if (route.tier.tier == Tier::kUnfused) {
-    publish_all(multiply_all({}));
+    publish_all(multiply_all({}), route.together);
     finish();
   } else {
     publish_chunks(route.together);
@@ -73,13 +72,19 @@ at::Tensor MatmulScatter::multiply_all(const at::Tensor& bias) const {
   return all;
 }
 
-void MatmulScatter::publish_all(const at::Tensor& parts) {
-  for (const Chunk& chunk : flight_->order()) {
+std::vector<JoinedChunk> MatmulScatter::runs(bool together) const {
+  const c10::Device device = parts_.operands.front().data.device();
+  return joined_on(together ? device : c10::kCPU, flight_->order(),
+                   [&](const Chunk& chunk) { return flight_->part(chunk); });
+}
+
+void MatmulScatter::publish_all(const at::Tensor& parts, bool together) {
+  for (const JoinedChunk& run : runs(together)) {
     {
       const Spending copying(*context_, Entered::kCopy, name_of(op_), /*peer=*/-1, parts.device());
-      flight_->part(chunk).copy_(parts_.operands.front().rows_of(parts, chunk));
+      flight_->part(run.lines).copy_(parts_.operands.front().rows_of(parts, run.lines));
     }
-    flight_->publish(chunk);
+    flight_->publish_together(run.chunks);
   }
 }
 
@@ -87,9 +92,7 @@ void MatmulScatter::publish_chunks(bool together) {
   const std::vector<WeightGemm> own = parts_.products == nullptr ? gemms() : std::vector<WeightGemm>();
   const std::vector<WeightGemm>& products = parts_.products == nullptr ? own : *parts_.products;
   if (parts_.prepare) parts_.prepare(flight_->order());
-  const c10::Device device = parts_.operands.front().data.device();
-  const auto memory_of = [&](const Chunk& chunk) { return flight_->part(chunk); };
-  for (const JoinedChunk& run : joined_on(together ? device : c10::kCPU, flight_->order(), memory_of)) {
+  for (const JoinedChunk& run : runs(together)) {
     write(products, flight_->part(run.lines), run.lines, {});
     flight_->publish_together(run.chunks);
   }

@@ -13,6 +13,7 @@
 #include "ops/gemm/gemm.h"
 #include "ops/operand.h"
 #include "ops/tier/route.h"
+#include "transport/flights.h"
 #include "transport/inside.h"
 
 namespace pyruntime {
@@ -58,7 +59,9 @@ class MatmulScatter {
   void write(const std::vector<WeightGemm>& gemms, const at::Tensor& out, const Chunk& chunk,
              const at::Tensor& bias) const;
   at::Tensor multiply_all(const at::Tensor& bias) const;
-  void publish_all(const at::Tensor& parts);
+  // The chunks in their order; together: joined where they lie in one piece of a device's memory.
+  std::vector<JoinedChunk> runs(bool together) const;
+  void publish_all(const at::Tensor& parts, bool together);
   void publish_chunks(bool together);
   at::Tensor multiply_fused(const std::string& tiles);
   at::Tensor empty(int64_t rows) const;

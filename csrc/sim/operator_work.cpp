@@ -66,7 +66,9 @@ Work work_of(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> argume
   int64_t given = 0, read = 0;
   for (const c10::IValue& each : results) given += bytes_of(each);
   if (kPicking.count(name) > 0) {
-    for (size_t i = 1; i < arguments.size(); ++i) read += bytes_of(arguments[i]);
+    for (size_t i = 1; i < arguments.size(); ++i) {
+      if (!schema.arguments()[i].is_out()) read += bytes_of(arguments[i]);
+    }
     return memory_work(2 * given + read);
   }
   if (kWriting.count(name) > 0) return memory_work(given);

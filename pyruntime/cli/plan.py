@@ -129,7 +129,7 @@ def main(argv: list[str]) -> None:
             f"--explain {options.explain}: the table has {len(shown)} lines; use 1 to {len(shown)}."
         )
     if options.explain:
-        predictor = Predictor(job, options.overlap, sums_whole=rules.sums_whole)
+        predictor = Predictor(job, options.overlap, sums_whole=rules.sums_whole, head_rows=rules.head_rows)
         print("\n" + explain(predictor, shown[options.explain - 1], asked.refusal))
     _write(options, result, shown, asked)
 

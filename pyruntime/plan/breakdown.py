@@ -19,6 +19,7 @@ NAMES = {
     "recompute": "recomputation in backward passes",
     "tp": "exposed: tensor parallelism (AxoNN: sums over x and y)",
     "cp": "exposed: keys and values round the ring",
+    "ep": "exposed: rows and counts of experts on GPUs",
     "pp": "exposed: first and last messages between stages",
     "z": "exposed: AxoNN's weights over z",
     "dp": "exposed: gradients and weights over data-parallel ranks",

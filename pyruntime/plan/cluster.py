@@ -8,9 +8,12 @@ import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pyruntime.plan.gemms import Gemms
+from pyruntime.plan.gpus import GPUS
 from pyruntime.text import toml_value
 
 FOLDER = Path(__file__).parent / "clusters"
@@ -49,16 +52,20 @@ class Cluster:
     """Seconds of a step of a ring inside a node."""
     latency_between: float = 0.0
     """Seconds of a step of a ring between nodes."""
+    chip: str = ""
+    """Its name in plan/gpus.py, by which GEMMs have a model (plan/gemms.py); empty: large GEMMs reach
+    `efficiency`, others less by `half_features` and `half_outputs`."""
     half_features: float = 0.0
     """Features of the smaller side of a rank's weight at which GEMMs reach half of that share. In thin GEMMs,
     tiles and the work before and after a kernel's loop count for more."""
     half_outputs: float = 0.0
-    """Elements of a GEMM's result at which it reaches half: fewer tiles than a GPU has multiprocessors leave
-    some of them idle."""
+    """Elements of a GEMM's result at which it reaches half: of few tiles not every multiprocessor has one."""
     attention_efficiency: float = 0.0
     """Share of the peak that attention reaches; 0: as GEMMs do."""
     launch: float = 0.0
     """Seconds of a launch that waits for a chunk, or tells of one."""
+    to_host: float = 0.0
+    """Bytes/s between a GPU and its host, which reads the routes of experts; 0: not counted."""
     core_bandwidth: float = 0.0
     """Bytes/s at which a rank spends its own time on what it receives, hidden or not. 0: none, because copy
     engines and adapters move data. CPU ranks copy and sum with the core that multiplies, and that core also
@@ -123,10 +130,32 @@ class Cluster:
         """Operations/s that large GEMMs reach."""
         return self.peak_flops * self.efficiency
 
-    def gemm_flops(self, k: float, n: float, rows: float = math.inf) -> float:
-        """Returns operations/s of a GEMM [rows, k] [k, n] on this rank."""
+    def gemm_seconds(self, m: float, n: float, k: float, size: int = 2) -> float:
+        """Returns the seconds of one GEMM [m, k] [k, n] of elements of `size` bytes on this rank. Those of 4
+        bytes take twice as long."""
+        if self.gemms is not None:
+            return self.gemms.seconds(m, n, k, size=size)
+        large = self.flops * min(k, n) / (min(k, n) + self.half_features)
+        return self.launch + size / 2 * 2 * m * n * k / large * (1 + self.half_outputs / (m * n))
+
+    def linear_flops(self, k: float, n: float, rows: float, chunks: int = 1) -> float:
+        """Returns operations/s over the three GEMMs of a linear [rows, k] [k, n] on this rank: those of Y and
+        dX are cut into `chunks` of rows, that of dW is whole."""
+        operations, cut = 2 * rows * k * n, rows / chunks
+        if self.gemms is not None:
+            of = self.gemms.seconds
+            return 3 * operations / (chunks * (of(cut, n, k) + of(cut, k, n)) + of(n, k, rows))
         thin = min(k, n)
-        return self.flops * thin / (thin + self.half_features) / (1 + self.half_outputs / (rows * n))
+        large = self.flops * thin / (thin + self.half_features)
+        idle = sum(1 + self.half_outputs / outputs for outputs in (cut * n, cut * k, k * n))
+        return 3 * large / idle
+
+    @cached_property
+    def gemms(self) -> Gemms | None:
+        """The model of its GPU's GEMMs; None if there is none."""
+        if not self.chip:
+            return None
+        return Gemms(GPUS[self.chip], self.peak_flops, self.efficiency, self.memory_bandwidth)
 
     @property
     def attention_flops(self) -> float:
@@ -177,10 +206,12 @@ def cluster_from(values: Mapping[str, Any], name: str, source: str) -> Cluster:
         )
     plain: dict[str, Any] = {}
     for key, value in values.items():
-        if key in ("description", "gpu"):
+        if key in ("description", "gpu", "chip"):
             plain[key] = str(value)
         elif key not in ("inside", "rings"):
             plain[key] = _number(value, f"{source}: {key}", optional=key not in needed)
+    if plain.get("chip") and plain["chip"] not in GPUS:
+        raise ValueError(f"{source}: chip must be one of {', '.join(GPUS)}, found {plain['chip']!r}.")
     if plain["gpus_per_node"] != int(plain["gpus_per_node"]):
         raise ValueError(f"{source}: gpus_per_node must be a whole number, found {plain['gpus_per_node']}.")
     plain["gpus_per_node"] = int(plain["gpus_per_node"])
@@ -228,7 +259,7 @@ def _number(value: Any, what: str, optional: bool = False) -> float:
 def to_toml(cluster: Cluster) -> str:
     """Returns a TOML file from which `find_cluster` reads an equal cluster."""
     lines = []
-    for name, value in vars(cluster).items():
+    for name, value in ((field.name, getattr(cluster, field.name)) for field in fields(cluster)):
         if name == "inside":
             rows = ", ".join(
                 f"{{ inner = {row.inner}, size = {row.size}, bandwidth = {row.bandwidth:.4g} }}"

@@ -7,7 +7,7 @@ The bandwidth is the effective one of nested groups (`Cluster.bandwidth`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyruntime.plan.cluster import Cluster
 
@@ -38,6 +38,17 @@ def link(cluster: Cluster, inner: int, size: int) -> Link:
     latency = 0.0 if size == 1 else cluster.latency_between if crosses else cluster.latency_inside
     core = 1 / cluster.core_bandwidth if cluster.core_bandwidth else 0.0
     return Link(size, cluster.bandwidth(inner, size), latency, crosses, core)
+
+
+def direct(cluster: Cluster, inner: int, size: int) -> Link:
+    """Returns the same for ranks that each send to all others by their own adapter, as this project's GPUs do
+    between nodes; its bandwidth is the one at which a ring would take as long."""
+    found = link(cluster, inner, size)
+    if not found.crosses:
+        return found
+    near = max(1, cluster.gpus_per_node // inner)  # ranks of the group in a node
+    adapter = cluster.between / cluster.gpus_per_node
+    return replace(found, bandwidth=adapter * (size - 1) / (size - min(near, size - 1)))
 
 
 def all_gather(nbytes: float, over: Link) -> float:

@@ -88,8 +88,8 @@ def across(
     own = mesh.pp // len(clusters)
     predictors = [Predictor(replace(job, cluster=cluster), overlap) for cluster in clusters]
     one = [each.layer(mesh) for each in predictors]
-    forward = [each.forward + each.tp_forward + each.cp_forward for each in one]
-    backward = [each.backward_input + each.tp_backward + each.cp_backward for each in one]
+    forward = [each.forward + each.waits_forward for each in one]
+    backward = [each.backward_input + each.waits_backward for each in one]
     whole = [f + b + each.backward_weight for f, b, each in zip(forward, backward, one, strict=True)]
     per_layer = [whole[stage // own] for stage in range(mesh.pp)]
     layers = tuple(least_largest(per_layer, [0.0] * mesh.pp, 1, job.model.layers))

@@ -190,6 +190,11 @@ class ModelShape:
         return layers + self.embedding + (0 if self.tied else self.head) + self.last_norm
 
     @cached_property
+    def around_experts(self) -> ModelShape:
+        """The same shape with the shared expert, or nothing, in the place of experts."""
+        return replace(self, experts=0, ffn=self.shared_ffn, shared_ffn=0, dense_layers=0)
+
+    @cached_property
     def _dense(self) -> ModelShape:
         """The same shape without experts."""
         return replace(self, experts=0, shared_ffn=0, dense_layers=0)

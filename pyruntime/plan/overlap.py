@@ -58,6 +58,8 @@ def linears(model: ModelShape) -> tuple[LinearShape, ...]:
             LinearShape("experts.gate_up_proj", model.hidden, model.up, True, (model.hidden, 2 * width)),
             LinearShape("experts.down_proj", model.wide, model.hidden, False, (width, model.hidden)),
         )
+    if not model.ffn:
+        return attention
     return (
         *attention,
         LinearShape("gate_up_proj" if model.gated else "up_proj", model.hidden, model.up, True),

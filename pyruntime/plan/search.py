@@ -92,7 +92,7 @@ def search(
     risky: also return meshes between 80 and 100 % of the memory. Raises ValueError for an impossible job.
     """
     check_job(job)
-    predictor = Predictor(job, overlap, sums_whole=rules.sums_whole)
+    predictor = Predictor(job, overlap, sums_whole=rules.sums_whole, head_rows=rules.head_rows)
     capacity = job.cluster.memory_bytes
     every, left_out = _bounded(job, choice or SearchSpace())
     held = [(mesh, worst_memory(job, mesh, rules)) for mesh in every]

@@ -9,11 +9,14 @@ transfer is hidden.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import assert_never
 
 from pyruntime.plan import axonn, co2
-from pyruntime.plan.communication import Link, all_gather, all_reduce, link, own_seconds, send
+from pyruntime.plan.communication import Link, all_gather, all_reduce, direct, link, own_seconds, send
+from pyruntime.plan.experts import ExpertLayer, ExpertSeconds
 from pyruntime.plan.memory import (
     BUCKET_BYTES,
     Rules,
@@ -32,6 +35,9 @@ FLASH_BACKWARD = 2.5
 NORMS_OF_A_LAYER = 2
 KEPT = Rules(ffn_kept=1)
 """Rules that keep all activations which selective recomputation would recompute."""
+PASSES_OF_HEADS = 2, 7
+"""Times that heads are read or written, forward and backward, where they are normalised: x and y; x, dY, dX,
+and both sides of a copy and of a join with the values' gradients."""
 BUCKETS_OF_A_LAYER = 4
 """Buckets of a layer whose weights travel one by one, because they are not small."""
 OPTIMIZER_BYTES = {"nearest": 28, "stochastic": 22}
@@ -65,7 +71,18 @@ class LayerSeconds:
     between_forward: float
     """Seconds of transfers that occupy the node's adapters, exposed or not."""
     between_backward: float
+    ep_forward: float = 0.0
+    """Exposed; so is the next: what experts on GPUs wait for."""
+    ep_backward: float = 0.0
     linears: tuple[Exposed, ...] = ()
+
+    @property
+    def waits_forward(self) -> float:
+        return self.tp_forward + self.cp_forward + self.ep_forward
+
+    @property
+    def waits_backward(self) -> float:
+        return self.tp_backward + self.cp_backward + self.ep_backward
 
 
 @dataclass(frozen=True)
@@ -75,8 +92,9 @@ class StepSeconds:
     compute: float
     recompute: float
     tp: float
-    """Exposed, as are cp, pp, z and dp. AxoNN's y and x count as tp."""
+    """Exposed, as are cp, ep, pp, z and dp. AxoNN's y and x count as tp."""
     cp: float
+    ep: float
     pp: float
     z: float
     dp: float
@@ -86,7 +104,7 @@ class StepSeconds:
     @property
     def exposed(self) -> float:
         """All except compute, recomputation, bubble and optimizer."""
-        return self.tp + self.cp + self.pp + self.z + self.dp
+        return self.tp + self.cp + self.ep + self.pp + self.z + self.dp
 
     @property
     def total(self) -> float:
@@ -104,6 +122,8 @@ class DataParallelExchange:
     """The ranks over which ZeRO cuts."""
     replicas: Link
     """The groups of these."""
+    stacked: float = 0.0
+    """Bytes of gradients of experts, which are copied to where they leave from; others are written there."""
 
     def seconds(self) -> tuple[float, float, float, float]:
         """Returns the seconds of gradients and of weights, and of these the rank's own for each."""
@@ -126,7 +146,8 @@ class Predictor:
     sums_whole=True describes this project (docs/explanation/primitives.md). Gradients of all micro-batches
     are summed before they travel, at every ZeRO stage, in separate passes over memory. Of x, y and z, x is tp
     and z is ZeRO 3. With False, stages 2 and 3 reduce gradients for every micro-batch, because they hold none
-    whole; GEMMs add to the sums, and x, y and z are AxoNN's.
+    whole; GEMMs add to the sums, and x, y and z are AxoNN's. head_rows: as of `Rules`; None: the head's
+    gradient is one GEMM.
     """
 
     def __init__(
@@ -136,17 +157,24 @@ class Predictor:
         reduce_bytes: float = 2.0,
         regather: bool | None = None,
         sums_whole: bool = False,
+        head_rows: Callable[[int, int], int] | None = None,
     ):
         self.job, self.overlap, self.reduce_bytes, self.regather = job, overlap, reduce_bytes, regather
-        self.sums_whole = sums_whole
+        self.sums_whole, self.head_rows = sums_whole, head_rows
         self._layers: dict[tuple, LayerSeconds] = {}
+        self._links: dict[tuple[int, int], Link] = {}
 
     def link(self, mesh: Mesh, axis: str, size: int) -> Link:
-        return link(self.job.cluster, mesh.inner(axis), size)
+        key = mesh.inner(axis), size
+        if key not in self._links:
+            of = direct if self.sums_whole and self.job.cluster.is_of_gpus else link
+            self._links[key] = of(self.job.cluster, *key)
+        return self._links[key]
 
     def layer(self, mesh: Mesh) -> LayerSeconds:
         """Returns the seconds of one layer and one micro-batch."""
-        key = (mesh.tp, mesh.ep, mesh.cp, mesh.x, mesh.y, mesh.z, mesh.micro_batch, mesh.slices)
+        counted = mesh.dp if self.job.model.experts else 1  # by routers
+        key = (mesh.tp, mesh.ep, mesh.cp, mesh.x, mesh.y, mesh.z, mesh.micro_batch, mesh.slices, counted)
         if key not in self._layers:
             axonn = mesh.is_axonn and not self.sums_whole
             self._layers[key] = self._axonn_layer(mesh) if axonn else self._layer(mesh)
@@ -159,6 +187,7 @@ class Predictor:
             backward_input=found.backward_input + again,
             tp_backward=found.tp_backward + found.tp_forward,
             cp_backward=found.cp_backward + found.cp_forward,
+            ep_backward=found.ep_backward + found.ep_forward,
             between_backward=found.between_backward + found.between_forward,
         )
 
@@ -183,12 +212,14 @@ class Predictor:
         regather = not tp.crosses if self.regather is None else self.regather
         # Each slice is multiplied and sent by itself, so latencies count once for each slice.
         of_slice = tokens / mesh.slices
-        over = [self._over(mesh, each, of_slice, tp) for each in linears(model)]
+        experts = self._experts(mesh, of_slice, tp)
+        cut = model if experts is None else model.around_experts
+        over = [self._over(mesh, each, of_slice, tp) for each in linears(cut)]
         found = tuple(
             exposed_of(
                 each, rows, group, self._flops(each, rows, ranks, mesh.y), self.overlap, regather, over_y
             )
-            for each, (rows, group) in zip(linears(model), over, strict=True)
+            for each, (rows, group) in zip(linears(cut), over, strict=True)
         )
         weights = (model.layer_matrices - model.layer_experts) / (ranks * mesh.y)
         weights += model.layer_experts / cut_of_experts(mesh)
@@ -197,10 +228,11 @@ class Predictor:
         attention /= cluster.attention_flops
         backward = FLASH_BACKWARD if job.causal else 2.0
         # Norms, rotations, activation and residual sums read and write about what is kept for the backward.
-        moved = layer_activations(model, tokens, ranks) / cluster.memory_bandwidth
+        moved = layer_activations(cut, tokens, ranks) / cluster.memory_bandwidth
+        heads = self._norms_of_heads(tokens, ranks)
         overhead = cluster.layer_overhead * mesh.slices
         norms = NORMS_OF_A_LAYER * self._square_sums(mesh, tokens)
-        waits, waits_backward = self._serving(of_slice, tp, regather)
+        waits, waits_backward = self._serving(linears(cut), of_slice, tp, regather)
         tp_forward = mesh.slices * (waits + sum(each.forward for each in found)) + norms
         tp_backward = mesh.slices * (waits_backward + sum(each.backward for each in found)) + norms
         back = mesh.slices * sum(each.transfers_backward for each in found) + norms
@@ -215,9 +247,9 @@ class Predictor:
             if group.crosses or over_y.crosses
         ]
         occupied, occupied_back = map(sum, zip(*between, strict=True))
-        return LayerSeconds(
-            forward=gemms + attention + 2 * moved + overhead,
-            backward_input=gemms + backward * attention + 3 * moved + overhead,
+        layer = LayerSeconds(
+            forward=gemms + attention + 2 * moved + heads[0] + overhead,
+            backward_input=gemms + backward * attention + 3 * moved + heads[1] + overhead,
             backward_weight=gemms + overhead,
             attention=(1 + backward) * attention,
             tp_forward=tp_forward,
@@ -227,6 +259,39 @@ class Predictor:
             between_forward=occupied + ring * cp_crosses,
             between_backward=occupied_back + 2 * ring * cp_crosses,
             linears=found,
+        )
+        return layer if experts is None else self._with_experts(layer, experts, mesh)
+
+    def _norms_of_heads(self, tokens: float, ranks: int) -> tuple[float, float]:
+        """Returns the seconds, forward and backward, in which a GPU normalises query and key heads."""
+        model, cluster = self.job.model, self.job.cluster
+        if not (model.head_norms and cluster.is_of_gpus):
+            return 0.0, 0.0
+        once = 2 * tokens * (model.heads + model.kv_heads) * model.head_dim / ranks / cluster.memory_bandwidth
+        return PASSES_OF_HEADS[0] * once, PASSES_OF_HEADS[1] * once
+
+    def _experts(self, mesh: Mesh, tokens: float, tp: Link) -> ExpertSeconds | None:
+        """Returns the seconds of a layer's experts for `tokens` tokens of the tensor-parallel ranks, as this
+        project runs them on GPUs; None: they count as linears."""
+        model, cluster = self.job.model, self.job.cluster
+        if not (model.experts and cluster.is_of_gpus and self.sums_whole):
+            return None
+        over = self.link(mesh, "ep", mesh.ep) if mesh.ep else tp
+        counted = tp, self.link(mesh, "shard", mesh.dp * mesh.cp)
+        return ExpertLayer(model, cluster, tokens / mesh.tp, over, counted).seconds()
+
+    def _with_experts(self, layer: LayerSeconds, experts: ExpertSeconds, mesh: Mesh) -> LayerSeconds:
+        crosses = self.link(mesh, "ep" if mesh.ep else "tp", mesh.experts_over).crosses
+        of_adapter = mesh.slices if crosses else 0
+        return replace(
+            layer,
+            forward=layer.forward + mesh.slices * experts.forward,
+            backward_input=layer.backward_input + mesh.slices * experts.backward_input,
+            backward_weight=layer.backward_weight + mesh.slices * experts.backward_weight,
+            ep_forward=mesh.slices * experts.waits_forward,
+            ep_backward=mesh.slices * experts.waits_backward,
+            between_forward=layer.between_forward + of_adapter * experts.travels_forward,
+            between_backward=layer.between_backward + of_adapter * experts.travels_backward,
         )
 
     def _over(self, mesh: Mesh, linear: LinearShape, tokens: float, tp: Link) -> tuple[float, Link]:
@@ -241,20 +306,19 @@ class Predictor:
         are cut into a chunk of rows for each rank if they hide transfers, that of dW is whole."""
         cluster = self.job.cluster
         if linear.alone is not None:
-            return cluster.gemm_flops(*linear.alone)
+            return cluster.linear_flops(*linear.alone, tokens)
         k, n = (linear.k / y, linear.n / tp) if linear.column else (linear.k / tp, linear.n / y)
-        rows = tokens if self.overlap == "none" else tokens / tp
-        rates = cluster.gemm_flops(k, n, rows), cluster.gemm_flops(n, k, rows), cluster.gemm_flops(k, n, k)
-        return 3 / sum(1 / rate for rate in rates)
+        return cluster.linear_flops(k, n, tokens, 1 if self.overlap == "none" else tp)
 
-    def _serving(self, tokens: float, tp: Link, regather: bool) -> tuple[float, float]:
+    def _serving(
+        self, each: tuple[LinearShape, ...], tokens: float, tp: Link, regather: bool
+    ) -> tuple[float, float]:
         """Returns the seconds, forward and backward, in which a GPU itself serves a layer's chunks: a launch
         for each, and sums of parts, which read all and write a rank's rows. Those of CPU ranks are in
         `Link.core`."""
         model, cluster = self.job.model, self.job.cluster
         if cluster.core_bandwidth or tp.size == 1 or self.overlap == "none":
             return 0.0, 0.0
-        each = linears(model)
         columns = sum(linear.column for linear in each)
         launches = tp.size * cluster.launch
         of_sum = 2 * tokens * model.hidden * (1 + 1 / tp.size) / cluster.memory_bandwidth
@@ -268,6 +332,16 @@ class Predictor:
         if self.overlap == "none":
             return transfer
         return min(transfer, 2 * own_seconds(logits, over) + exposed(transfer, head, mesh.y))
+
+    def _head_parts(self, mesh: Mesh, tokens: float) -> float:
+        """Returns the seconds in which a GPU adds up the head's gradient over the rows whose logits it has at
+        once."""
+        model, cut = self.job.model, mesh.tp * mesh.x
+        if self.head_rows is None or not self.job.cluster.is_of_gpus:
+            return 0.0
+        at_once = self.head_rows(int(tokens), round(2 * model.vocab / cut))
+        parts = math.ceil(tokens / at_once) if at_once else 1
+        return (parts - 1) * SUM_BYTES * model.head / cut / self.job.cluster.memory_bandwidth
 
     def _square_sums(self, mesh: Mesh, tokens: float) -> float:
         """Returns the seconds in which a norm waits for fp32 sums of squares over y, which cuts features."""
@@ -306,7 +380,7 @@ class Predictor:
         for linear in linears(model):
             each = axonn.seconds_of(linear, mesh, cluster, tokens * mesh.z)
             operations = 2.0 * linear.k * linear.n * tokens / (mesh.x * mesh.y)
-            gemm = operations / cluster.gemm_flops(linear.k / mesh.y, linear.n / mesh.x)
+            gemm = operations / cluster.linear_flops(linear.k / mesh.y, linear.n / mesh.x, tokens)
             gemms += gemm
             gather += each.gather
             output += each.output
@@ -350,7 +424,7 @@ class Predictor:
         head_moved = 6 * tokens * model.vocab / (mesh.tp * mesh.x) / cluster.memory_bandwidth
 
         def forward_of(rank: int) -> float:
-            own = counts[rank] * (one.forward + one.tp_forward + one.cp_forward)
+            own = counts[rank] * (one.forward + one.waits_forward)
             return own + (head + head_moved + head_sums if rank == last else 0.0)
 
         slowest = max(range(mesh.pp), key=forward_of)
@@ -359,17 +433,18 @@ class Predictor:
         base = one.backward_input - again
         compute = layers * (one.forward + base + one.backward_weight)
         compute += (3 * head + 2 * head_moved) if has_head else 0.0
+        compute += self._head_parts(mesh, tokens) if has_head else 0.0
         sums = self._sums(as_run, micro_batches)
         compute += sums
         recompute = layers * again
         tp = layers * (one.tp_forward + one.tp_backward) + (head_sums if has_head else 0.0)
         ring = layers * (one.cp_forward + one.cp_backward)
-        pp_exposed, idle = 0.0, 0.0
+        ep = layers * (one.ep_forward + one.ep_backward)
+        pp_exposed, idle, whole = 0.0, 0.0, compute + recompute + tp + ring + ep
         if mesh.pp > 1:
             hop = send(2 * tokens * model.hidden / (mesh.tp * mesh.slices), self.link(mesh, "pp", 2))
             forward = forward_of(slowest)
             weight = layers * one.backward_weight + (head if has_head else 0.0) + sums
-            whole = compute + recompute + tp + ring
             idle = bubble(mesh, micro_batches, forward, whole - forward - weight, weight)
             # The last of equal slices attends to most: (2 q - 1) / q^2 of attention in place of 1 / q.
             q = mesh.slices
@@ -388,9 +463,10 @@ class Predictor:
             recompute=times * recompute,
             tp=times * tp,
             cp=0.0 if mesh.is_axonn else times * ring,
+            ep=times * ep,
             pp=pp_exposed,
             z=weights,
-            dp=self._averaging(mesh, times * (compute + recompute + tp + ring) + idle) if mesh.tau else dp,
+            dp=self._averaging(mesh, times * whole + idle) if mesh.tau else dp,
             bubble=idle,
             optimizer=optimizer + self._orthogonalization(mesh),
         )
@@ -441,16 +517,18 @@ class Predictor:
         size = mesh.dp // mesh.replicate * mesh.cp
         over = self.link(mesh, "shard", size), self.link(mesh, "replicate", mesh.replicate)
         parameters, travelling = self.parameters(mesh), self.gradient_bytes(mesh)
+        model = self.job.model
+        experts = layers_by_rank(model, mesh)[0] * model.layer_experts / cut_of_experts(mesh)
+        stacked = self.reduce_bytes * experts
         if not mesh.ep:
-            return [DataParallelExchange(parameters, travelling, *over)]
-        experts = layers_by_rank(self.job.model, mesh)[0] * self.job.model.layer_experts / mesh.ep
+            return [DataParallelExchange(parameters, travelling, *over, stacked)]
         of_experts = (
             self.link(mesh, "experts shard", mesh.experts_copies),
             self.link(mesh, "experts replicate", mesh.replicate),
         )
         return [
-            DataParallelExchange(parameters - experts, travelling - self.reduce_bytes * experts, *over),
-            DataParallelExchange(experts, self.reduce_bytes * experts, *of_experts),
+            DataParallelExchange(parameters - experts, travelling - stacked, *over),
+            DataParallelExchange(experts, stacked, *of_experts, stacked),
         ]
 
     def gradient_bytes(self, mesh: Mesh) -> float:
@@ -484,13 +562,14 @@ class Predictor:
         return added * SUM_BYTES * self.parameters(mesh) / self.job.cluster.memory_bandwidth
 
     def _served(self, exchange: DataParallelExchange, zero: int) -> tuple[float, float]:
-        """Returns the seconds in which a GPU sums parts of gradients once, and those in which it copies what
-        returns where it belongs; gathered weights of stage 3 are read where they arrive. Those of CPU ranks
-        are in `Link.core`."""
+        """Returns the seconds in which a GPU sums parts of gradients once, and those of its copies: experts'
+        gradients to where they leave from, and what returns to where it belongs. Gathered weights of stage 3
+        are read where they arrive. Those of CPU ranks are in `Link.core`."""
         over, bandwidth = exchange.over, self.job.cluster.memory_bandwidth
         if self.job.cluster.core_bandwidth or self.overlap == "none" or over.size == 1:
             return 0.0, 0.0
         copied = 0.0 if zero == 3 else 2 * 2 * exchange.parameters
+        copied += 2 * exchange.stacked
         return exchange.gradients * (1 + 1 / over.size) / bandwidth, copied / bandwidth
 
     def _reduction(
@@ -498,7 +577,7 @@ class Predictor:
     ) -> tuple[float, float]:
         """Returns the exposed seconds of gradients and weights over dp and cp, and the optimizer's seconds.
         head: seconds of its GEMM if the rank has it."""
-        cluster = self.job.cluster
+        cluster, model = self.job.cluster, self.job.model
         parameters, exchanges = self.parameters(mesh), self.exchanges(mesh)
         held = sum(each.parameters / (each.over.size if mesh.zero else 1) for each in exchanges)
         optimizer = held * OPTIMIZER_BYTES[self.job.rounding] / cluster.memory_bandwidth
@@ -512,10 +591,8 @@ class Predictor:
             sum(each) for each in zip(*(self._served(exchange, zero) for exchange in exchanges), strict=True)
         )
         crosses = any(each.over.crosses for each in exchanges)
-        forward = head + layers * (one.forward + one.tp_forward + one.cp_forward)
-        backward = 2 * head + layers * (
-            one.backward_input + one.backward_weight + one.tp_backward + one.cp_backward
-        )
+        forward = head + layers * (one.forward + one.waits_forward)
+        backward = 2 * head + layers * (one.backward_input + one.backward_weight + one.waits_backward)
         busy_forward = layers * one.between_forward if crosses else 0.0
         busy_backward = layers * one.between_backward if crosses else 0.0
         window_forward, window_backward = max(0.0, forward - busy_forward), max(0.0, backward - busy_backward)
@@ -525,9 +602,13 @@ class Predictor:
         if zero < 3:
             buckets = max(1, min(buckets, round(2 * parameters / BUCKET_BYTES)))
 
+        # The embedding's gradient is computed last, and its weights are read first.
+        of_gpus = cluster.is_of_gpus and self.sums_whole
+        table = all_gather(2 * model.head / mesh.tp, exchanges[0].over) if of_gpus else 0.0
+
         def left(transfer: float, window: float) -> float:
             # Bucket by bucket: the first transfer begins after one is computed, the last ends after all.
-            return max(transfer - window * (buckets - 1) / buckets, transfer / buckets)
+            return max(transfer - window * (buckets - 1) / buckets, transfer / buckets, table)
 
         times = 1 if self.sums_whole else micro_batches
         if zero == 3:
@@ -546,4 +627,7 @@ class Predictor:
         own = times * (own_gradients + sums) + own_weights + copies
         if zero == 0:  # Whole sums return in place of new weights, before the optimizer.
             return own + left(gradients + weights, window_backward), optimizer
+        if of_gpus:
+            # Weights return in the backward pass too, in its order: what is left then, is read first.
+            return own + max(left(gradients + weights, window_backward), 2 * table), optimizer
         return own + times * left(gradients, window_backward) + left(weights, window_forward), optimizer

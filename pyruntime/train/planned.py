@@ -170,4 +170,4 @@ def _tau(method: DataParallel) -> int:
 
 def predicted(job: Job, mesh: Mesh) -> StepSeconds:
     """Predicts a step of this trainer."""
-    return Predictor(job, sums_whole=TRAINER.sums_whole).step(mesh)
+    return Predictor(job, sums_whole=TRAINER.sums_whole, head_rows=TRAINER.head_rows).step(mesh)

@@ -22,6 +22,7 @@ from pyruntime.comm import group_name, group_rank
 from pyruntime.comm.ring import Ring
 from pyruntime.pipeline import make_schedule
 from pyruntime.pipeline.executor import Pipeline
+from pyruntime.plan.gemms import LARGE
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.planned import planned, predicted
 from pyruntime.train.resolved import check
@@ -490,8 +491,8 @@ def test_spans_with_holes_are_no_account():
 
 def test_a_large_gemm_reaches_the_efficiency_of_the_cluster():
     h100 = machine_model.find("h100")
-    n = machine_model.LARGE
-    reached = 2 * n**3 / h100.gemm(n, n, n) / h100.cluster.peak_flops
+    n = LARGE
+    reached = 2 * n**3 / h100.gemms.seconds(n, n, n) / h100.cluster.peak_flops
     assert reached == pytest.approx(h100.cluster.efficiency, rel=0.01)
 
 
@@ -499,13 +500,13 @@ def test_gemms_that_fill_fewer_multiprocessors_are_slower():
     h100 = machine_model.find("h100")
 
     def rate(m: int, n: int, k: int) -> float:
-        return m * n * k / h100.gemm(m, n, k)
+        return m * n * k / h100.gemms.seconds(m, n, k)
 
     assert rate(1024, 768, 4096) < 0.6 * rate(8192, 768, 4096)
     assert rate(8192, 768, 4096) < 0.8 * rate(8192, 4096, 4096)
-    assert h100.gemm(8192, 768, 4096) < 8 * h100.gemm(1024, 768, 4096)
+    assert h100.gemms.seconds(8192, 768, 4096) < 8 * h100.gemms.seconds(1024, 768, 4096)
     # 12 x 11 tiles of 128 x 256 are one wave; one column more is a second.
-    assert h100.gemm(1536, 2816 + 1, 8192) > 1.2 * h100.gemm(1536, 2816, 8192)
+    assert h100.gemms.seconds(1536, 2816 + 1, 8192) > 1.2 * h100.gemms.seconds(1536, 2816, 8192)
 
 
 def test_work_without_a_model_is_refused():

@@ -135,8 +135,15 @@ at::Tensor SumsOfExperts::sums_of_all() {
 // --- rows
 
 AllRows::AllRows(const Route& route, const Operand& rows, bool cut) : rows_(rows) {
-  const RowsAre read = rows.data.is_cpu() ? RowsAre::kPassing : RowsAre::kLent;
-  if (cut) gather_.emplace(route, Op::kAllGatherMatmul, rows, read);
+  if (!cut) return;
+  if (rows.data.is_cpu()) {
+    gather_.emplace(route, Op::kAllGatherMatmul, rows, RowsAre::kPassing);
+    return;
+  }
+  // All rows are picked in one launch: signals between them would only delay the last.
+  Route whole = route;
+  whole.together = true;
+  gather_.emplace(whole, Op::kAllGather, rows, RowsAre::kLent);
 }
 
 void AllRows::copy(const ExpertRows& routed, const Share& share, const at::Tensor& out) {

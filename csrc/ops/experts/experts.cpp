@@ -111,7 +111,8 @@ Held check(const Operand& x, const at::Tensor& ids, const at::Tensor& weights, c
 
 // All ranks' rows of a table.
 at::Tensor gathered(Group& group, const at::Tensor& own, int64_t rows) {
-  const Route whole{group, rows, {Tier::kUnfused}};
+  Route whole{group, rows, {Tier::kUnfused}};
+  whole.together = true;
   return GatherMatmul(whole, Op::kAllGather, Operand::of(own, 0, "ids"), RowsAre::kKept).rows().select(0, 0);
 }
 
@@ -319,6 +320,7 @@ struct Experts : Function<Experts> {
     ctx->saved_data["scales_input"] = scales_input;
     ctx->saved_data["gating"] = std::vector<double>{alpha, limit, shift};
     ctx->mark_non_differentiable({outputs[1], outputs[2], outputs[3]});
+    ctx->set_materialize_grads(false);  // zeros for these would be as large as all routed rows
     return outputs;
   }
 

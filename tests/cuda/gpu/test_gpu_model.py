@@ -73,7 +73,7 @@ def kernel(name: str, instructions: int, **opcodes: int):
 
 def test_clocks_of_a_step_follow_from_tiles_and_instructions():
     from bench.gpu.model import fused_kernel
-    from pyruntime.clock.gpus import GPUS
+    from pyruntime.plan.gpus import GPUS
 
     large = fused_kernel(kernel("multiply<Gemm<Tiles<256, 2, 1, 4>, Bf16, 0>>", 45, HGMMA=4))
     assert (large.family, large.layout, large.rows, large.columns) == ("hopper", "NT", 128, 256)
@@ -104,7 +104,7 @@ def test_clocks_of_a_step_follow_from_tiles_and_instructions():
 def test_an_estimate_counts_waves_and_never_beats_memory_or_the_peak():
     from bench.gpu.model import estimate, fused_kernel
     from bench.gpu.problem import Shape
-    from pyruntime.clock.gpus import GPUS
+    from pyruntime.plan.gpus import GPUS
 
     h100 = GPUS["H100"]
     large = fused_kernel(kernel("multiply<Gemm<Tiles<256, 2, 1, 4>, Bf16, 0>>", 45, HGMMA=4))
@@ -146,7 +146,7 @@ def test_a_wrong_library_is_one_sentence():
 def test_every_fused_kernel_of_the_library_has_a_main_loop_of_whole_steps(library: Path, tmp_path):  # noqa: F811
     from bench.gpu.model import Model
     from bench.gpu.problem import Shape
-    from pyruntime.clock.gpus import GPUS
+    from pyruntime.plan.gpus import GPUS
 
     model = Model(library, GPUS["H100"])
     assert len(model.fused) > 12
