@@ -24,6 +24,7 @@ NAMED = {
     "a matrix": lambda: [("weight", nn.Parameter(torch.zeros(19, 3)))],
     "a merged matrix": merged,
     "small matrices": lambda: [(name, nn.Parameter(torch.zeros(rows, 2))) for name, rows in ROWS.items()],
+    "a stack of matrices": lambda: [("experts", nn.Parameter(torch.zeros(5, 2, 64)))],
     "vectors": lambda: [(name, nn.Parameter(torch.zeros(rows))) for name, rows in ROWS.items()],
 }
 
@@ -77,6 +78,12 @@ def test_lines_of_a_flight_are_a_chunk_of_its_piece():
     chunk, segment, line = bucket.chunk_of(memory[:2], 15)
     assert (chunk.shape, segment, line) == ((1, 2, 3), 2, 3)
     assert bucket.chunk_of(memory[:0], 6)[0].shape == (1, 0, 3)
+
+
+def test_the_mark_of_a_stack_is_a_row_of_its_matrices():
+    stack = Bucket([("experts", nn.Parameter(torch.zeros(16, 96, 64)))], 8)
+    assert (stack.width, stack.segment_lines) == (64, 2 * 96 + 1)
+    assert not stack.is_table
 
 
 def test_blocks_are_the_rows_of_a_part_that_a_flight_takes_of_a_rank():
