@@ -12,6 +12,7 @@ from pyruntime.data_parallel import bucket_sum
 from pyruntime.data_parallel.bucket_sum import blocks_of
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.nn import MergedColumnParallelLinear
+from pyruntime.nn.rows import rows_of
 
 ROWS = {"q": 10, "k": 4, "v": 5}
 
@@ -60,7 +61,7 @@ def test_segments_are_written_together_as_alone_and_come_back(kind, segments):
     for rank, segment in enumerate(alone):
         views = bucket.views(segment, rank)
         rows = [
-            wholes[part.owner][part.first_row + rank * part.share :][: len(view)]
+            rows_of(wholes[part.owner])[part.first_row + rank * part.share :][: len(view)]
             for part, view in zip(bucket.parts, views, strict=True)
         ]
         assert all(torch.equal(view, each) for view, each in zip(views, rows, strict=True))
