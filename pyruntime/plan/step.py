@@ -125,8 +125,8 @@ class DataParallelExchange:
     stacked: float = 0.0
     """Bytes of experts' gradients, which are copied to where they leave from; others are written there."""
     padded: float = 1.0
-    """Bytes that travel over those of the parameters: ZeRO cuts a rank's experts into whole ones, and segments
-    of ranks without one are as long."""
+    """Bytes that travel over those of the parameters: ZeRO cuts a rank's experts into whole ones, and
+    segments of ranks without one are as long."""
 
     def seconds(self) -> tuple[float, float, float, float]:
         """Returns the seconds of gradients and of weights, and of these the rank's own for each."""

@@ -370,17 +370,16 @@ def test_experts_take_equal_shares_of_the_rows(ranks):
 
 
 @pytest.mark.usefixtures("simulated")
-@pytest.mark.parametrize("mesh", [
-    ("--parallel.tp", "1", "--parallel.dp", "4", "--parallel.ep", "4"),
-    ("--parallel.tp", "2", "--parallel.dp", "2"),
-])  # fmt: skip
+@pytest.mark.second_tier("tp=1 dp=4 ep=4")
+@pytest.mark.parametrize("mesh", ["tp=2 dp=2", "tp=1 dp=4 ep=4"])
 def test_the_planner_expects_what_the_clock_finds_of_experts(ranks, mesh):
     # The launches of attention and norms are not counted: the shapes are large enough to do without.
     shape = "--model.hidden_size=2048 --model.num_attention_heads=16 --model.num_key_value_heads=4"
     experts = "--model.experts=32 --model.experts_per_token=8 --model.expert_size=768"
     rows = "--train.seq_len=4096 --train.micro_batch_size=2 --train.batch_size=8 --train.dtype=bf16"
-    flags = [each for flag in f"{shape} {experts} {rows}".split() for each in flag.split("=")]
-    found = step_of(ranks, *mesh, *flags, gpus=4)
+    axes = " ".join(f"--parallel.{axis}" for axis in mesh.split())
+    flags = [each for flag in f"{axes} {shape} {experts} {rows}".split() for each in flag.split("=")]
+    found = step_of(ranks, *flags, gpus=4)
     assert found.planned_s == pytest.approx(found.account.step, rel=0.15)
 
 
