@@ -1,7 +1,7 @@
 """The machine of the clock: how long a GPU takes for what a stream is asked, in seconds.
 
 A machine is a TOML file in machines/, which names a cluster of the planner for its GPU, memory and links; its
-GEMMs are the planner's (pyruntime/plan/gemms.py).
+GEMMs are the planner's (pyruntime/plan/gemm_model.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from pyruntime.plan.cluster import Cluster, find_cluster
-from pyruntime.plan.gemms import Gemms
+from pyruntime.plan.gemm_model import Gemms
 from pyruntime.plan.gpus import LAUNCH_S
 
 MACHINES = Path(__file__).parent / "machines"

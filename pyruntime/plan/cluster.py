@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pyruntime.plan.gemms import Gemms
+from pyruntime.plan.gemm_model import Gemms
 from pyruntime.plan.gpus import GPUS
 from pyruntime.text import toml_value
 
@@ -53,7 +53,7 @@ class Cluster:
     latency_between: float = 0.0
     """Seconds of a step of a ring between nodes."""
     chip: str = ""
-    """Its name in plan/gpus.py, by which GEMMs have a model (plan/gemms.py); empty: large GEMMs reach
+    """Its name in plan/gpus.py, by which GEMMs have a model (plan/gemm_model.py); empty: large GEMMs reach
     `efficiency`, others less by `half_features` and `half_outputs`."""
     half_features: float = 0.0
     """Features of the smaller side of a rank's weight at which GEMMs reach half of that share. In thin GEMMs,

@@ -16,7 +16,7 @@ from typing import assert_never
 
 from pyruntime.plan import axonn, co2
 from pyruntime.plan.communication import Link, all_gather, all_reduce, direct, link, own_seconds, send
-from pyruntime.plan.experts import ExpertLayer, ExpertSeconds
+from pyruntime.plan.expert_costs import ExpertLayer, ExpertSeconds
 from pyruntime.plan.memory import (
     BUCKET_BYTES,
     Rules,

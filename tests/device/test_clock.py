@@ -22,7 +22,7 @@ from pyruntime.comm import group_name, group_rank
 from pyruntime.comm.ring import Ring
 from pyruntime.pipeline import make_schedule
 from pyruntime.pipeline.executor import Pipeline
-from pyruntime.plan.gemms import LARGE
+from pyruntime.plan.gemm_model import LARGE
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.planned import planned, predicted
 from pyruntime.train.resolved import check
