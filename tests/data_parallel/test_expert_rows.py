@@ -26,14 +26,18 @@ from tests.nn.test_expert_groups import WIDTH, D, K, batch, loss_of, runtime_of
 LR, STEPS, BUCKET = 1e-2, 3, 64
 
 
-@pytest.mark.parametrize(("shape", "ranks"), [((1, 10, 3), 4), ((2, 7, 3), 3), ((5, 4, 2), 2), ((9, 3), 2), ((6, 64, 3), 4)])
+@pytest.mark.parametrize(
+    ("shape", "ranks"), [((1, 10, 3), 4), ((2, 7, 3), 3), ((5, 4, 2), 2), ((9, 3), 2), ((6, 64, 3), 4)]
+)
 def test_no_rank_has_more_rows_than_its_share(shape, ranks):
     (part,) = Bucket([("weight", nn.Parameter(torch.zeros(shape)))], ranks).parts
     held = [part.local_rows(rank) for rank in range(ranks)]
     assert max(held) == -(-row_count(shape) // ranks) and sum(held) == row_count(shape)
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (4, 3), (3, 4, 2), (1, 5, 2), (2, 3, 2, 2), (3, 0, 2), (4, 64, 3)])
+@pytest.mark.parametrize(
+    "shape", [(), (5,), (4, 3), (3, 4, 2), (1, 5, 2), (2, 3, 2, 2), (3, 0, 2), (4, 64, 3)]
+)
 def test_the_blocks_of_a_run_are_its_rows_in_their_order(shape):
     tensor = torch.arange(torch.Size(shape).numel()).view(shape)
     every = rows_of(tensor)
