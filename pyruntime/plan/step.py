@@ -124,19 +124,15 @@ class DataParallelExchange:
     """The groups of these."""
     stacked: float = 0.0
     """Bytes of experts' gradients, which are copied to where they leave from; others are written there."""
-    padded: float = 1.0
-    """Bytes that travel over those of the parameters: ZeRO cuts a rank's experts into whole ones, and
-    segments of ranks without one are as long."""
 
     def seconds(self) -> tuple[float, float, float, float]:
         """Returns the seconds of gradients and of weights, and of these the rank's own for each."""
-        gradients, weights = self.padded * self.gradients, self.padded * 2 * self.parameters
-        part = gradients / self.over.size
+        part = self.gradients / self.over.size
         return (
-            all_gather(gradients, self.over) + all_reduce(part, self.replicas),
-            all_gather(weights, self.over),
-            own_seconds(gradients, self.over) + 2 * own_seconds(part, self.replicas),
-            own_seconds(weights, self.over),
+            all_gather(self.gradients, self.over) + all_reduce(part, self.replicas),
+            all_gather(2 * self.parameters, self.over),
+            own_seconds(self.gradients, self.over) + 2 * own_seconds(part, self.replicas),
+            own_seconds(2 * self.parameters, self.over),
         )
 
 
@@ -524,23 +520,15 @@ class Predictor:
         model = self.job.model
         experts = layers_by_rank(model, mesh)[0] * model.layer_experts / cut_of_experts(mesh)
         stacked = self.reduce_bytes * experts
-        padded = 1.0
-        if experts:
-            held, copies = -(-model.experts // mesh.experts_over), mesh.experts_shard
-            padded = -(-held // copies) * copies / held
         if not mesh.ep:
-            return [
-                DataParallelExchange(
-                    parameters, travelling, *over, stacked, 1 + (padded - 1) * experts / parameters
-                )
-            ]
+            return [DataParallelExchange(parameters, travelling, *over, stacked)]
         of_experts = (
             self.link(mesh, "experts shard", mesh.experts_copies),
             self.link(mesh, "experts replicate", mesh.replicate),
         )
         return [
             DataParallelExchange(parameters - experts, travelling - stacked, *over),
-            DataParallelExchange(experts, stacked, *of_experts, stacked, padded),
+            DataParallelExchange(experts, stacked, *of_experts, stacked),
         ]
 
     def gradient_bytes(self, mesh: Mesh) -> float:
@@ -591,7 +579,7 @@ class Predictor:
         head: seconds of its GEMM if the rank has it."""
         cluster, model = self.job.cluster, self.job.model
         parameters, exchanges = self.parameters(mesh), self.exchanges(mesh)
-        held = sum(each.parameters * each.padded / (each.over.size if mesh.zero else 1) for each in exchanges)
+        held = sum(each.parameters / (each.over.size if mesh.zero else 1) for each in exchanges)
         optimizer = held * OPTIMIZER_BYTES[self.job.rounding] / cluster.memory_bandwidth
         if mesh.tau or mesh.dp * mesh.cp == 1:
             return 0.0, optimizer

@@ -56,10 +56,10 @@ def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
     of_replicas = {"gradients": 0.0, "weights": 0.0, "replicas": 0.0}
     for each in predictor.exchanges(mesh):
         shard, replicas = _bytes_over(each.over.size), _bytes_over(each.replicas.size)
-        weights = all_gather(2 * each.padded * each.parameters, shard)
-        of_replicas["gradients"] += scale * all_gather(each.padded * each.gradients, shard)
+        weights = all_gather(2 * each.parameters, shard)
+        of_replicas["gradients"] += scale * all_gather(each.gradients, shard)
         of_replicas["weights"] += scale * weights * (2 * micro_batches if mesh.zero == 3 else 1)
-        of_replicas["replicas"] += scale * all_reduce(each.padded * each.gradients / shard.size, replicas)
+        of_replicas["replicas"] += scale * all_reduce(each.gradients / shard.size, replicas)
     of_experts = {}
     if mesh.ep:
         of_experts["ep"] = scale * micro_batches * layers * of_linears("ep", mesh.ep, experts=True)
