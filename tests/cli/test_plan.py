@@ -67,7 +67,7 @@ def test_a_plan_of_extreme_numbers_takes_seconds(flags, capsys):
     assert main(["plan", *flags]) in (0, 2)
     said = capsys.readouterr()
     assert "The trainer runs" in said.out or said.err.count("\n") == 1
-    assert time.process_time() - started < 15
+    assert time.process_time() - started < 45
 
 
 def of_cpus(name: str):
