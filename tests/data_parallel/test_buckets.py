@@ -84,7 +84,6 @@ def test_lines_of_a_flight_are_a_chunk_of_its_piece():
 def test_the_mark_of_a_stack_is_a_row_of_its_matrices():
     stack = Bucket([("experts", nn.Parameter(torch.zeros(16, 96, 64)))], 8)
     assert (stack.width, stack.segment_lines) == (64, 2 * 96 + 1)
-    assert not stack.is_table
 
 
 def test_blocks_are_the_rows_of_a_part_that_a_flight_takes_of_a_rank():
