@@ -53,6 +53,25 @@ struct Bf16Tiles {
   void (*multiply)(const Band& band);
 };
 
+// Calls multiply<Rows>() for a strip's number of rows, 1 to kRows.
+template <typename Multiply>
+void with_rows(int64_t rows, const Multiply& multiply) {
+  switch (rows) {
+    case 6:
+      return multiply.template operator()<6>();
+    case 5:
+      return multiply.template operator()<5>();
+    case 4:
+      return multiply.template operator()<4>();
+    case 3:
+      return multiply.template operator()<3>();
+    case 2:
+      return multiply.template operator()<2>();
+    default:
+      return multiply.template operator()<1>();
+  }
+}
+
 constexpr int64_t kStripColumns = 16 * kRows;
 
 }  // namespace pyruntime::cpu

@@ -273,23 +273,6 @@ PYRUNTIME_TARGET void multiply_rows(const Tile& tile) {
   }
 }
 
-inline void multiply_some(int64_t rows, const Tile& tile) {
-  switch (rows) {
-    case 6:
-      return multiply_rows<6>(tile);
-    case 5:
-      return multiply_rows<5>(tile);
-    case 4:
-      return multiply_rows<4>(tile);
-    case 3:
-      return multiply_rows<3>(tile);
-    case 2:
-      return multiply_rows<2>(tile);
-    default:
-      return multiply_rows<1>(tile);
-  }
-}
-
 inline void multiply(const Band& band) {
   Wide left;
   widen(band.left, left);
@@ -298,11 +281,19 @@ inline void multiply(const Band& band) {
         static_cast<const float*>(band.panel) + n * 2 * band.all_pairs + band.first_pair * 2 * kTile;
     for_strips(band.left.offset, band.left.rows, [&](int64_t row, int64_t count) {
       const int64_t place = band.left.offset + row, at = row * band.out_row + n;
-      multiply_some(count, {left.strips + place / kRows * left.strip + place % kRows, b, left.strip / kStep,
-                            std::min(kTile, band.columns - n), band.bias != nullptr ? band.bias + n : nullptr,
-                            band.wide != nullptr ? nullptr : band.out + at,
-                            band.wide != nullptr ? band.wide + at : nullptr, band.out_row, band.accumulate,
-                            band.is_first, band.is_last, band.sums + row * kPanel + n});
+      const Tile tile{left.strips + place / kRows * left.strip + place % kRows,
+                      b,
+                      left.strip / kStep,
+                      std::min(kTile, band.columns - n),
+                      band.bias != nullptr ? band.bias + n : nullptr,
+                      band.wide != nullptr ? nullptr : band.out + at,
+                      band.wide != nullptr ? band.wide + at : nullptr,
+                      band.out_row,
+                      band.accumulate,
+                      band.is_first,
+                      band.is_last,
+                      band.sums + row * kPanel + n};
+      with_rows(count, [&]<int Rows>() { multiply_rows<Rows>(tile); });
     });
   }
 }

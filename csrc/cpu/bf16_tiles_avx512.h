@@ -266,33 +266,26 @@ PYRUNTIME_TARGET void multiply_rows(const Strip& strip) {
   }
 }
 
-inline void multiply_some(int64_t rows, const Strip& strip) {
-  switch (rows) {
-    case 6:
-      return multiply_rows<6>(strip);
-    case 5:
-      return multiply_rows<5>(strip);
-    case 4:
-      return multiply_rows<4>(strip);
-    case 3:
-      return multiply_rows<3>(strip);
-    case 2:
-      return multiply_rows<2>(strip);
-    default:
-      return multiply_rows<1>(strip);
-  }
-}
-
 inline void multiply(const Band& band) {
   const LeftBand& left = band.left;
   for_strips(left.offset, left.rows, [&](int64_t row, int64_t count) {
     const int64_t place = left.offset + row, at = row * band.out_row;
-    multiply_some(
-        count, {left.strips + place / kRows * left.strip + place % kRows * left.row, left.row, left.pair,
-                left.pairs, left.has_half, static_cast<const int32_t*>(band.panel) + band.first_pair * kPanel,
-                band.columns, band.bias, band.wide != nullptr ? nullptr : band.out + at,
-                band.wide != nullptr ? band.wide + at : nullptr, band.out_row, band.accumulate, band.is_first,
-                band.is_last, band.sums + row * kPanel});
+    const Strip strip{left.strips + place / kRows * left.strip + place % kRows * left.row,
+                      left.row,
+                      left.pair,
+                      left.pairs,
+                      left.has_half,
+                      static_cast<const int32_t*>(band.panel) + band.first_pair * kPanel,
+                      band.columns,
+                      band.bias,
+                      band.wide != nullptr ? nullptr : band.out + at,
+                      band.wide != nullptr ? band.wide + at : nullptr,
+                      band.out_row,
+                      band.accumulate,
+                      band.is_first,
+                      band.is_last,
+                      band.sums + row * kPanel};
+    with_rows(count, [&]<int Rows>() { multiply_rows<Rows>(strip); });
   });
 }
 

@@ -11,7 +11,7 @@ constexpr int64_t kPanel = 64;  // columns
 constexpr int64_t kRows = 6;
 constexpr int64_t kMostRows = 64 * kRows;  // of TileSizes
 
-// What is visited together, at most.
+// The most pairs and rows that a GEMM visits before the next.
 struct TileSizes {
   int64_t pairs;  // along k: every strip of rows reads a panel's part again, which a near cache keeps
   int64_t rows;   // whose sums are kept; their part of the left operand is read before the next block

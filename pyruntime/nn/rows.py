@@ -42,7 +42,7 @@ class RowBlock:
     """The first of its rows in the run."""
     rows: int
     offsets: tuple[int, ...]
-    """Where it begins in the tensor."""
+    """The block's first index in each dimension of the tensor."""
     sizes: tuple[int, ...]
 
     @property

@@ -73,3 +73,28 @@ def all_reduce(nbytes: float, over: Link) -> float:
 def send(nbytes: float, over: Link) -> float:
     """Returns the seconds from one rank to the next."""
     return 0.0 if over.size == 1 else nbytes / over.bandwidth + over.latency
+
+
+@dataclass(frozen=True)
+class DataParallelExchange:
+    """The exchange of some parameters and their gradients among the ranks that hold the same ones."""
+
+    parameters: float
+    gradients: float
+    """Bytes of gradients that travel."""
+    over: Link
+    """The ranks over which ZeRO cuts."""
+    replicas: Link
+    """The groups of these."""
+    stacked: float = 0.0
+    """Bytes of experts' gradients, which are copied to where they leave from; others are written there."""
+
+    def seconds(self) -> tuple[float, float, float, float]:
+        """Returns the seconds of gradients and of weights, and of these the rank's own for each."""
+        part = self.gradients / self.over.size
+        return (
+            all_gather(self.gradients, self.over) + all_reduce(part, self.replicas),
+            all_gather(2 * self.parameters, self.over),
+            own_seconds(self.gradients, self.over) + 2 * own_seconds(part, self.replicas),
+            own_seconds(2 * self.parameters, self.over),
+        )

@@ -42,7 +42,7 @@ class ExpertSeconds:
     """Exposed, as is the next."""
     waits_backward: float
     travels_forward: float
-    """Of transfers, exposed or not."""
+    """Transfers take so long, exposed or not; the next too."""
     travels_backward: float
 
 

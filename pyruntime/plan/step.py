@@ -15,7 +15,16 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from pyruntime.plan import axonn, co2
-from pyruntime.plan.communication import Link, all_gather, all_reduce, direct, link, own_seconds, send
+from pyruntime.plan.communication import (
+    DataParallelExchange,
+    Link,
+    all_gather,
+    all_reduce,
+    direct,
+    link,
+    own_seconds,
+    send,
+)
 from pyruntime.plan.expert_costs import ExpertLayer, ExpertSeconds
 from pyruntime.plan.memory import (
     BUCKET_BYTES,
@@ -109,31 +118,6 @@ class StepSeconds:
     @property
     def total(self) -> float:
         return self.compute + self.recompute + self.exposed + self.bubble + self.optimizer
-
-
-@dataclass(frozen=True)
-class DataParallelExchange:
-    """The exchange of some parameters and their gradients among the ranks that hold the same ones."""
-
-    parameters: float
-    gradients: float
-    """Bytes of gradients that travel."""
-    over: Link
-    """The ranks over which ZeRO cuts."""
-    replicas: Link
-    """The groups of these."""
-    stacked: float = 0.0
-    """Bytes of experts' gradients, which are copied to where they leave from; others are written there."""
-
-    def seconds(self) -> tuple[float, float, float, float]:
-        """Returns the seconds of gradients and of weights, and of these the rank's own for each."""
-        part = self.gradients / self.over.size
-        return (
-            all_gather(self.gradients, self.over) + all_reduce(part, self.replicas),
-            all_gather(2 * self.parameters, self.over),
-            own_seconds(self.gradients, self.over) + 2 * own_seconds(part, self.replicas),
-            own_seconds(2 * self.parameters, self.over),
-        )
 
 
 class Predictor:
@@ -491,7 +475,7 @@ class Predictor:
         work = max(layers * sum(of_layer) / (mesh.tp * mesh.shard), max(of_layer))
         nbytes = 2.0 * layers * (model.layer_matrices - model.layer_experts) / mesh.tp
         over_shard = all_gather(nbytes, self.link(mesh, "shard", mesh.shard))
-        # Of experts, only matrices that several ranks share travel.
+        # An expert's matrix travels only if several ranks share it.
         shared = 2.0 * layers * sum(split_experts(model, mesh)) * model.hidden * model.expert_ffn
         over_shard += all_gather(shared, self.link(mesh, "experts shard", mesh.experts_shard))
         over_tp = all_gather(nbytes * mesh.tp / mesh.shard, self.link(mesh, "tp", mesh.tp))

@@ -216,8 +216,8 @@ STATES = {
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.second_tier
 def test_rows_of_experts_go_on_over_other_ranks(ranks, config, tmp_path, name):
-    """Of replicas that meet rarely, of states in a file and with compressed gradients: over two meshes of two
-    replicas, or of one, and on from the midst of a round."""
+    """A run resumes on another mesh, in the midst of a round: with replicas that meet rarely, with states in
+    a file, and with compressed gradients."""
     section, options = STATES[name]
     config = jobs.changed(config, "train", steps=7, val_every=0, balance_loss=0.0)
     config = jobs.changed(jobs.changed(config, section, **options), "checkpoint", every_steps=4)

@@ -75,7 +75,7 @@ class Saver:
         self._files: list[list[WriteItem]] = []
         """This rank's blocks, by file."""
         self._staging: list[Staging] = []
-        """Of each file."""
+        """Each file has one."""
         self._write: Write | None = None
         self._newest: Path | None = None
         self._took: tuple[int, float] | None = None
