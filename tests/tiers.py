@@ -12,8 +12,7 @@ and on every rank. With --second-tier each session has another seed: its header 
 --shuffled N takes files, and the tests of each, in another order for every N: a test that depends on one
 before it fails in some orders.
 
---time SECONDS skips, and counts, what has not begun by then, for a machine that must end (.ci/run). The
-order is then drawn from the seed, so that each session leaves out other tests.
+--time SECONDS skips, and counts, what has not begun by then, for a machine that must end (.ci/run).
 """
 
 from __future__ import annotations
@@ -51,8 +50,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[BEGAN] = time.monotonic()
     if config.option.seed is None:  # workers get it from the session
         config.option.seed = random.SystemRandom().randrange(2**31) if config.option.second_tier else 0
-    if config.option.time is not None and config.option.shuffled is None:
-        config.option.shuffled = config.option.seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:
