@@ -148,17 +148,28 @@ def memory_of(kind: str) -> int:
 
 
 def held(group, folder):
-    """Bytes that states and steps add to the resident memory: resident, and in a file."""
+    """Bytes that states and steps add to the resident memory: resident, and in a file.
+
+    Resident states are anonymous memory. Pages of mapped files (torch's libraries among them) count
+    for the states in the file alone: the system takes such pages back whenever memory is short.
+    """
+
+    def resident(kinds):
+        return sum(memory_of(kind) for kind in kinds)
+
     found = []
-    for more in ({}, {"offload": Offload(folder, run_bytes=64 << 10)}):
+    for more, kinds in (
+        ({}, ["RssAnon"]),
+        ({"offload": Offload(folder, run_bytes=64 << 10)}, ["RssAnon", "RssFile"]),
+    ):
         model = model_of(2048)
         handle = pyruntime.shard(model, None)
         pass_over(model)
         handle.zero_grad()
-        before = memory_of("RssAnon") + memory_of("RssFile")
+        before = resident(kinds)
         optimizer = handle.adamw(**more)
         optimizer.step()
-        found.append(memory_of("RssAnon") + memory_of("RssFile") - before)
+        found.append(resident(kinds) - before)
         state = optimizer.state_dict()
         assert sum(tensor.nbytes for tensor in state.values()) > 96e6
         del state, optimizer, handle
