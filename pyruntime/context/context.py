@@ -60,6 +60,7 @@ class Context:
         v: Tensor,
         document_ids: Tensor | None = None,
         window: int | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Causal attention over the whole sequence, within each document and to the last `window` keys; see
         `ring_attention`."""
@@ -69,6 +70,7 @@ class Context:
             v,
             self.group,
             layout=self.layout,
+            scale=scale,
             variant=self.variant,
             document_ids=document_ids,
             window=window,

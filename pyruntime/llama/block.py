@@ -18,6 +18,7 @@ from pyruntime.llama.attention import causal_attention
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.elementwise import Elementwise, for_this_pass
 from pyruntime.llama.expert_layer import MixtureOfExperts
+from pyruntime.llama.latent_layer import LatentHeads
 from pyruntime.llama.recompute import computed_again
 from pyruntime.nn import MergedColumnParallelLinear, RMSNorm, RowParallelLinear
 from pyruntime.nn.low_rank import LoRA
@@ -32,7 +33,7 @@ class ForwardPass:
     seq: int
     heads: int  # query heads on this rank
     key_value_heads: int  # on this rank
-    cos: Tensor  # [seq, head_dim]
+    cos: Tensor  # [seq, features that are rotated]
     sin: Tensor
     context: Context | None  # the ranks that share the sequence
     # Without a context: the first key that each query sees, [B, seq] int32, in layers without a window and in
@@ -83,8 +84,22 @@ class Block(nn.Module):
         self.eps, self.norms_after = config.rms_norm_eps, config.norms_after
         self.hidden, self.y = hidden, options["group"].y
         self.attention_norm = RMSNorm(hidden, self.eps, **place)
-        self.qkv = MergedColumnParallelLinear(hidden, {"q": q, "k": kv, "v": kv}, of_qkv, **column)
-        self.out = RowParallelLinear(q, hidden, config.attention_bias, **options)
+        self.latent: LatentHeads | None = None
+        if config.latent is None:
+            self.qkv = MergedColumnParallelLinear(hidden, {"q": q, "k": kv, "v": kv}, of_qkv, **column)
+        else:
+            self.latent = LatentHeads(
+                config.latent,
+                hidden,
+                config.num_attention_heads,
+                config.attention_bias,
+                keep_gathered,
+                options,
+            )
+        self.scale, self.value_dim = config.attention_scale, config.value_dim
+        self.out = RowParallelLinear(
+            config.num_attention_heads * self.value_dim, hidden, config.attention_bias, **options
+        )
         self.has_head_norms = config.qk_norm
         self.has_norms_of_all_heads = config.qk_norm_of_all
         if config.qk_norm:
@@ -119,28 +134,16 @@ class Block(nn.Module):
         the last one ends with the last norm, its next_norm."""
         rows, between = step.batch * step.seq, for_this_pass(self.elementwise)
         with self._norm_again(normed, x, norm, between):
-            qkv = self._adapted("qkv", self.qkv(normed.rows, rows), normed.rows, rows)
-        if self.has_head_norms:
-            qkv = self._with_normed_heads(qkv, step, between)
-        q, k, v = between.rope(
-            qkv,
-            step.cos,
-            step.sin,
-            step.batch,
-            step.seq,
-            step.heads,
-            step.key_value_heads,
-            # Keys and values that outlive the layer, or travel, need memory of their own.
-            overwrite_qkv=cache is None and step.context is None,
-        )
+            q, k, v = self._heads(normed.rows, rows, step, between, cache)
         if cache is not None:
             k, v = cache.append(k, v)
         if step.context is None:
-            attended = causal_attention(q, k, v, step.begin_of(self.window)).transpose(1, 2)
+            attended = causal_attention(q, k, v, step.begin_of(self.window), self.scale).transpose(1, 2)
         else:
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-            attended = step.context.attention(q, k, v, step.documents_of(k.shape[1]), self.window)
-        attended = attended.reshape(rows, -1)
+            documents = step.documents_of(k.shape[1])
+            attended = step.context.attention(q, k, v, documents, self.window, self.scale)
+        attended = attended[..., : self.value_dim].reshape(rows, -1)
         out = self._adapted("out", self.out(attended), attended)
         if self.norms_after:
             x = x + between.rms_norm(out, norm, self.eps, self.hidden, self.y).rows
@@ -162,6 +165,28 @@ class Block(nn.Module):
             x = x + mlp
             return Normed(x, None), x
         return between.add_rms_norm(mlp, x, next_norm, self.eps, self.hidden, self.y)
+
+    def _heads(
+        self, x: Tensor, rows: int, step: ForwardPass, between: Elementwise, cache: Cache | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the rotated queries and keys, and the values, [B, H/P, S, d], of this layer's normalised
+        input x."""
+        if self.latent is not None:
+            return self.latent(x, rows, step.batch, step.seq, step.cos, step.sin, between)
+        qkv = self._adapted("qkv", self.qkv(x, rows), x, rows)
+        if self.has_head_norms:
+            qkv = self._with_normed_heads(qkv, step, between)
+        return between.rope(
+            qkv,
+            step.cos,
+            step.sin,
+            step.batch,
+            step.seq,
+            step.heads,
+            step.key_value_heads,
+            # Keys and values that outlive the layer, or travel, need memory of their own.
+            overwrite_qkv=cache is None and step.context is None,
+        )
 
     def _adapted(self, name: str, y: Tensor, *arguments: Any) -> Tensor:
         """Adds to a linear's result y what its adapter makes of the arguments; returns y if it has none."""

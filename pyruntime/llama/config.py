@@ -6,6 +6,7 @@ layer's feed-forward network, normalised queries and keys, biases, a window of a
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,7 +23,7 @@ from pyruntime.llama.mixture import Mixture
 from pyruntime.llama.rope_scaling import RopeScaling, rope_from_hf, rope_of, rope_to_hf
 from pyruntime.llama.sizes import LARGEST, check_number, check_size
 from pyruntime.plan.mesh import divisors
-from pyruntime.plan.models import keys_seen
+from pyruntime.plan.models import LatentAttention, keys_seen
 from pyruntime.text import short_repr
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
@@ -37,8 +38,9 @@ REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 class LlamaConfig:
     """Sizes of a Llama decoder; fields have Hugging Face's names and meanings.
 
-    `head_dim=None` becomes `hidden_size // num_attention_heads`, `num_key_value_heads=None` becomes
-    `num_attention_heads`. Raises `ValueError` for numbers that make no model.
+    `head_dim=None` becomes `hidden_size // num_attention_heads`, or the latent attention's; with that its
+    value does not count. `num_key_value_heads=None` becomes `num_attention_heads`. Raises `ValueError` for
+    numbers that make no model.
     """
 
     vocab_size: int = 32000
@@ -65,6 +67,7 @@ class LlamaConfig:
     merged_files: bool = False  # one tensor of q, k and v, and one of gate and up, in checkpoints (Phi-3)
     norms_after: bool = False  # norms of attention's and the network's results, not inputs (OLMo 2)
     qk_norm_of_all: bool = False  # whether qk_norm is over the features of all heads together (OLMo 2)
+    latent: LatentAttention | None = None  # queries, keys and values of latent features (DeepSeek-V3)
 
     def __post_init__(self) -> None:
         for name in (*REQUIRED, "max_position_embeddings"):
@@ -77,6 +80,9 @@ class LlamaConfig:
             object.__setattr__(self, name, float(getattr(self, name)))  # an int may be beyond int64
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        if self.latent is not None:
+            self._check_latent(self.latent)
+            object.__setattr__(self, "head_dim", self.latent.head_dim)
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -126,6 +132,28 @@ class LlamaConfig:
             # Its config.json has one number for both, and no layer needs the other.
             object.__setattr__(self, "intermediate_size", self.mixture.width)  # type: ignore[union-attr]
 
+    def _check_latent(self, latent: LatentAttention) -> None:
+        for name in ("kv_rank", "rope_dim", "nope_dim", "value_dim"):
+            check_size(name, getattr(latent, name))
+        if latent.q_rank is not None:
+            check_size("q_rank", latent.q_rank)
+        if type(latent.interleaved) is not bool:
+            raise ValueError(f"rope_interleave={short_repr(latent.interleaved)} must be true or false.")
+        if latent.rope_dim % 2:
+            raise ValueError(
+                f"rope_dim={latent.rope_dim} must be even: rotary embedding turns pairs of channels."
+            )
+        if latent.value_dim > latent.head_dim:
+            raise ValueError(
+                f"Values of {latent.value_dim} features are wider than queries and keys of {latent.head_dim} "
+                "(nope_dim and rope_dim), which attention kernels do not compute."
+            )
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise ValueError(
+                f"Latent attention makes a key for each of num_attention_heads={self.num_attention_heads}; "
+                f"leave out num_key_value_heads={self.num_key_value_heads}."
+            )
+
     def check_tp(self, tp: int, ep: int | None = None) -> None:
         """Raises `ValueError` unless `tp` divides the key/value heads and the FFN columns, and `ep` (None:
         tp) leaves each rank an expert. They need not divide vocabulary, experts and the number of tokens."""
@@ -166,8 +194,28 @@ class LlamaConfig:
         return sum(self.window_of(layer) is not None for layer in range(self.num_hidden_layers))
 
     @property
+    def value_dim(self) -> int:
+        """Features of a head's values."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that rotary embedding turns."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def attention_scale(self) -> float | None:
+        """Factor of attention's scores; None: 1 / sqrt(head_dim)."""
+        if self.latent is None or self.rope_scaling is None or self.rope_scaling.score_factor == 1.0:
+            return None
+        return self.rope_scaling.score_factor / math.sqrt(self.head_dim)
+
+    @property
     def attention_vectors(self) -> int:
         """Number of biases and weights of norms within a layer's attention."""
+        if self.latent is not None:
+            biases = self.latent.features + self.hidden_size if self.attention_bias else 0
+            return (self.latent.q_rank or 0) + self.latent.kv_rank + biases
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         normed = (heads + groups if self.qk_norm_of_all else 2) if self.qk_norm else 0
         biased = heads + 2 * groups if self.attention_bias or self.qkv_bias else 0
@@ -183,7 +231,8 @@ class LlamaConfig:
             + L (D (H + 2 G) d  +  H d D  +  3 D F  +  2 D)     [+ biases if the config has them]
 
         In a layer with E experts of width F and a shared one of width S, 3 D F becomes 3 D F E + E D (router)
-        + 3 D S + D (its gate).
+        + 3 D S + D (its gate). With latent attention D (H + 2 G) d becomes what makes latent features, and
+        heads of them.
         """
         d = self.hidden_size
         each = 2 * d + self.attention_vectors
@@ -209,12 +258,17 @@ class LlamaConfig:
             "q_proj": (q, hidden),
             "k_proj": (kv, hidden),
             "v_proj": (kv, hidden),
-            "o_proj": (hidden, q),
+            "o_proj": (hidden, heads * self.value_dim),
         }
         return attention | {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
 
     def why_no_adapters(self, targets: Iterable[str]) -> str:
         """Says which low-rank adapters this model cannot have, without full stop; empty if it has all."""
+        if self.latent is not None and (of_latent := [name for name in targets if name != "o_proj"]):
+            return (
+                f"latent attention has adapters of its o_proj alone, and {', '.join(of_latent)} are no "
+                "linears of a layer with it, or belong to experts; take the target o_proj"
+            )
         others = [name for name in targets if name not in LORA_ATTENTION]
         if self.mixture is None or not others:
             return ""
@@ -235,18 +289,18 @@ class LlamaConfig:
 
             2 (L (D (H + 2 G) d + H d D + 3 D F) + V D)  +  L * 2 * seq_len * H d
 
-        Q K^T and P V are 2 seq_len H d each per token, halved by causality; with a window of W < seq_len keys
-        seq_len / 2 becomes W - W^2 / (2 seq_len). Of experts those count that a token goes to, of width F
-        each, the shared one and the router. Training is three times that: the backward pass has two GEMMs for
-        each of the forward's. Recomputation, norms and element-wise operations do not count. adapters:
-        parameters of low-rank adapters, if only these train: then the weights have no gradient, and the
-        backward pass has one GEMM for each of theirs.
+        Q K^T and P V are 2 seq_len H d each per token (d that of values for P V), halved by causality; with a
+        window of W < seq_len keys seq_len / 2 becomes W - W^2 / (2 seq_len). Of experts those count that a
+        token goes to, of width F each, the shared one and the router. Training is three times that: the
+        backward pass has two GEMMs for each of the forward's. Recomputation, norms and element-wise
+        operations do not count. adapters: parameters of low-rank adapters, if only these train: then the
+        weights have no gradient, and the backward pass has one GEMM for each of theirs.
         """
         layers = sum(self.layer_matmul_parameters(n, used=True) for n in range(self.num_hidden_layers))
         matmul = 2 * (layers + self.vocab_size * self.hidden_size)
         windows = [self.window_of(n) for n in range(self.num_hidden_layers)]
         seen = sum(2 * keys_seen(seq_len, window) for window in windows)
-        attention = int(2 * seen * self.num_attention_heads * self.head_dim)
+        attention = int(seen * self.num_attention_heads * (self.head_dim + self.value_dim))
         whole = (matmul + attention) * (3 if training else 1)
         return whole - matmul + 6 * adapters if training and adapters else whole
 
@@ -255,6 +309,9 @@ class LlamaConfig:
         one token uses, where the layer has experts."""
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         attention = self.hidden_size * self.head_dim * (2 * heads + 2 * groups)
+        if self.latent is not None:
+            attention = sum(n * k for n, k in self.latent.shapes(self.hidden_size, heads))
+            attention += heads * self.value_dim * self.hidden_size
         if self.mixture is not None and self.mixture.has(layer):
             return attention + self.mixture.parameters(self.hidden_size, used=used)
         return attention + 3 * self.hidden_size * self.intermediate_size
@@ -267,11 +324,8 @@ class LlamaConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LlamaConfig:
         """Returns the config whose `dataclasses.asdict` has these values. Raises TypeError or ValueError."""
-        scaling, mixture = values.get("rope_scaling"), values.get("mixture")
-        parts = {
-            "rope_scaling": scaling and RopeScaling(**scaling),
-            "mixture": mixture and Mixture(**mixture),
-        }
+        kinds = {"rope_scaling": RopeScaling, "mixture": Mixture, "latent": LatentAttention}
+        parts = {name: kind(**values[name]) for name, kind in kinds.items() if values.get(name)}
         return cls(**values | parts)
 
     @classmethod

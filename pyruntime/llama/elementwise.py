@@ -35,6 +35,7 @@ class Elementwise:
     of_sum: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     swiglu: Callable[[Tensor], Tensor]
     rope: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    latent_heads: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, features: int, y: TensorGroup | None) -> Normed:
         """See `pyruntime.nn.norm.rms_norm`."""
@@ -61,7 +62,33 @@ def for_this_pass(chosen: Elementwise) -> Elementwise:
     return chosen if torch.is_grad_enabled() else KERNELS
 
 
-KERNELS = Elementwise(layers.rms_norm, layers.add_rms_norm, layers.swiglu, layers.apply_rope_qkv)
+def latent_heads(
+    q: Tensor, kv: Tensor, shared: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Makes the heads of latent attention (`latent_layer.py`), [B, S, H, n + r], contiguous.
+
+    q [B, S, H, n + r] and shared [B, S, 1, r] are rotated by cos and sin [S, r], of a query its last r
+    features. kv [B, S, H, n + v] has the first n features of keys, behind them values, which get zeros."""
+    plain, rotated = q.shape[-1] - shared.shape[-1], shared.shape[-1]
+    queries = torch.cat([q[..., :plain], _turned(q[..., plain:], cos, sin, interleaved)], -1)
+    key = _turned(shared, cos, sin, interleaved).expand(*kv.shape[:-1], rotated)
+    keys = torch.cat([kv[..., :plain], key], -1)
+    return queries, keys, torch.nn.functional.pad(kv[..., plain:], [0, 2 * plain + rotated - kv.shape[-1]])
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotates x [B, S, heads, r], whose channels turn in pairs of neighbours, or of its halves. A result has
+    the first channels of all pairs, then the second: queries and keys are permuted alike."""
+    half = x.shape[-1] // 2
+    wide = x.to(statistics_dtype(x))
+    first, second = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.split(half, -1)
+    cos, sin = cos[:, None, :half], sin[:, None, :half]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+KERNELS = Elementwise(
+    layers.rms_norm, layers.add_rms_norm, layers.swiglu, layers.apply_rope_qkv, latent_heads
+)
 
 
 def compiled(device: torch.device | str) -> Elementwise:
@@ -78,7 +105,9 @@ def compiled(device: torch.device | str) -> Elementwise:
             f"torch.compile has no working compiler for {device} ({short_repr(reason)}); install g++, and "
             "for GPUs triton, or do not ask for torch.compile."
         ) from error
-    return Elementwise(of(_rms_norm), of(_add_rms_norm), of(_swiglu), _rope_by(of(_rotated)))
+    return Elementwise(
+        of(_rms_norm), of(_add_rms_norm), of(_swiglu), _rope_by(of(_rotated)), of(latent_heads)
+    )
 
 
 def _probe(x: Tensor) -> Tensor:

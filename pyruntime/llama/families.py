@@ -2,6 +2,7 @@
 
 | model_type | layers |
 |---|---|
+| deepseek_v3 | latent attention; experts by sigmoid, a shared one; the first layers may have none |
 | dots1 | experts by sigmoid, a shared one; queries and keys are normalised; perhaps a window, as in qwen3 |
 | llama | one feed-forward network; perhaps biases |
 | mistral | perhaps a window of attention |
@@ -20,12 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from pyruntime.llama.mixture import Mixture
 from pyruntime.llama.sizes import check_size
+from pyruntime.plan.models import LatentAttention
 from pyruntime.text import short_repr
 
 if TYPE_CHECKING:
     from pyruntime.llama.config import LlamaConfig
 
 ARCHITECTURES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "dots1": "Dots1ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -38,6 +41,7 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 DIFFERENCES = (
+    "latent",
     "mixture",
     "norms_after",
     "qk_norm_of_all",
@@ -49,6 +53,7 @@ DIFFERENCES = (
 )
 """Fields of LlamaConfig that config.json of a family says in keys of its own, or by its model_type."""
 _WORDS = {
+    "latent": "latent attention",
     "mixture": "experts",
     "norms_after": "normalised results of attention and network (norms_after)",
     "qk_norm_of_all": "queries and keys normalised over all heads (qk_norm_of_all)",
@@ -61,6 +66,7 @@ _WORDS = {
     "mlp_bias": "biases of the feed-forward network",
 }
 _FIELDS = {
+    "deepseek_v3": ("latent", "mixture", "attention_bias"),
     "dots1": ("mixture", "qk_norm", "attention_bias", "sliding_window", "first_window_layer"),
     "llama": ("attention_bias", "mlp_bias"),
     "mistral": ("sliding_window",),
@@ -75,7 +81,11 @@ _FIELDS = {
 """The fields of LlamaConfig, of those in _WORDS, that a family has."""
 _ALWAYS = ("norms_after", "qk_norm_of_all", "qk_norm", "merged_files")
 """Fields that are true in all models of the families that have them."""
+_BY_SIGMOID = ("deepseek_v3", "dots1")
+"""Families whose routers choose by sigmoid."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"max_position_embeddings": 4096, "n_group": 8, "topk_group": 4, "norm_topk_prob": True}
+    | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
     "dots1": {"sliding_window": 4096, "max_window_layers": 62},
     "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     "mixtral": {"rms_norm_eps": 1e-5},
@@ -92,6 +102,9 @@ def family_of(config: LlamaConfig) -> str:
     if mixture is not None:
         found = "qwen3_moe" if normed else "qwen2_moe" if mixture.shared_width else "mixtral"
         found = "dots1" if mixture.sigmoid else found
+        found = found if config.latent is None else "deepseek_v3"
+    elif config.latent is not None:
+        found = "deepseek_v3"
     elif config.norms_after or config.qk_norm_of_all:
         found = "olmo2"
     elif normed:
@@ -103,8 +116,14 @@ def family_of(config: LlamaConfig) -> str:
     else:
         found = "llama" if config.sliding_window is None else "mistral"
     why = ""
-    if mixture is not None and mixture.sigmoid:
-        if not normed or not mixture.shared_width or mixture.shared_width % mixture.width:
+    if found == "deepseek_v3":
+        if mixture is None or not mixture.sigmoid or not _has_whole_shared(mixture):
+            why = (
+                "latent attention without experts by sigmoid, or without a shared expert as wide as some of "
+                "the others; add them"
+            )
+    elif mixture is not None and mixture.sigmoid:
+        if not normed or not _has_whole_shared(mixture):
             why = (
                 "routers by sigmoid without normalised queries and keys (qk_norm), or without a shared "
                 "expert as wide as some of the others; add them"
@@ -128,6 +147,11 @@ def family_of(config: LlamaConfig) -> str:
     return found
 
 
+def _has_whole_shared(mixture: Mixture) -> bool:
+    """Whether a shared expert has the width of one or more of the others."""
+    return mixture.shared_width > 0 and mixture.shared_width % mixture.width == 0
+
+
 def _with(field: str) -> list[str]:
     """Returns the families that have the field."""
     return [family for family, fields in _FIELDS.items() if field in fields]
@@ -141,7 +165,7 @@ def with_defaults(family: str, hf: dict[str, Any]) -> dict[str, Any]:
 def differences_to_hf(config: LlamaConfig) -> dict[str, Any]:
     """Returns the keys of config.json for the fields in DIFFERENCES."""
     family, window = family_of(config), config.sliding_window
-    keys = _mixture_to_hf(config, family)
+    keys = _mixture_to_hf(config, family) | _latent_to_hf(config.latent)
     if family == "qwen2_moe":
         return keys | {"qkv_bias": config.qkv_bias}
     if family in ("mistral", "mixtral", "phi3"):
@@ -164,7 +188,9 @@ def differences_from_hf(family: str, hf: dict[str, Any]) -> dict[str, Any]:
         if hf.get(name) and name not in _FIELDS[family]:
             raise ValueError(f"config.json has {name}={short_repr(hf[name])}, which no {family} model has.")
     window, first = _window_from_hf(family, hf)
+    latent = _latent_from_hf(hf) if "latent" in _FIELDS[family] else {"latent": None}
     return {
+        **latent,
         "mixture": _mixture_from_hf(family, hf),
         "qkv_bias": hf.get("qkv_bias", True) if family == "qwen2_moe" else family == "qwen2",
         "sliding_window": window,
@@ -221,6 +247,39 @@ def _first_window_layer(hf: dict[str, Any]) -> int:
     return found.count(0)
 
 
+def _latent_to_hf(latent: LatentAttention | None) -> dict[str, Any]:
+    """Returns the keys of config.json that describe latent attention."""
+    if latent is None:
+        return {}
+    return {
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_rope_head_dim": latent.rope_dim,
+        "qk_nope_head_dim": latent.nope_dim,
+        "v_head_dim": latent.value_dim,
+        "head_dim": latent.rope_dim,  # as transformers calls it
+        "rope_interleave": latent.interleaved,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _latent_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of latent attention."""
+    defaults = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    kv_rank, rope_dim, nope_dim, value_dim = ((defaults | hf)[name] for name in defaults)
+    return {
+        "latent": LatentAttention(
+            kv_rank,
+            rope_dim,
+            nope_dim,
+            value_dim,
+            q_rank=hf.get("q_lora_rank", 1536),
+            interleaved=hf.get("rope_interleave", True),
+        ),
+        "head_dim": None,
+    }
+
+
 def _mixture_to_hf(config: LlamaConfig, family: str) -> dict[str, Any]:
     """Returns the keys of config.json that describe the experts."""
     mixture = config.mixture
@@ -232,7 +291,7 @@ def _mixture_to_hf(config: LlamaConfig, family: str) -> dict[str, Any]:
             "num_experts_per_tok": mixture.per_token,
             "intermediate_size": mixture.width,
         }
-    if family == "dots1":
+    if family in _BY_SIGMOID:
         return {
             "n_routed_experts": mixture.experts,
             "num_experts_per_tok": mixture.per_token,
@@ -267,8 +326,8 @@ def _mixture_from_hf(family: str, hf: dict[str, Any]) -> Mixture | None:
         )
     if "mixture" not in _FIELDS[family]:
         return None
-    if family == "dots1":
-        return _dots1_from_hf(hf)
+    if family in _BY_SIGMOID:
+        return _by_sigmoid_from_hf(hf)
     dense = _dense_layers(hf) if family != "mixtral" else 0
     named = {
         "experts": ("num_local_experts", "num_experts"),
@@ -287,7 +346,7 @@ def _mixture_from_hf(family: str, hf: dict[str, Any]) -> Mixture | None:
     return Mixture(**found, renormalize=renormalize, dense_layers=dense)
 
 
-def _dots1_from_hf(hf: dict[str, Any]) -> Mixture:
+def _by_sigmoid_from_hf(hf: dict[str, Any]) -> Mixture:
     needed = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
     for name in needed:
         check_size(name, hf.get(name))

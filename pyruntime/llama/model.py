@@ -511,7 +511,7 @@ class Llama(nn.Module):
             self.head.weight = self.embed.weight
 
     def _rope(self, length: int, device: torch.device) -> Tensor:
-        """Returns cos and sin of at least `length` positions, [2, positions, head_dim], cached."""
+        """Returns cos and sin of at least `length` positions, [2, positions, rotary_dim], cached."""
         if self._tables.shape[1] < length or self._tables.device != device:
             positions = 1 << (length - 1).bit_length()
             self._tables = torch.stack(rope_tables(self.config, positions, device))

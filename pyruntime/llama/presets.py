@@ -7,6 +7,7 @@ from typing import Any
 
 from pyruntime.llama.config import LlamaConfig, RopeScaling
 from pyruntime.llama.mixture import Mixture
+from pyruntime.plan.models import LatentAttention
 
 _LLAMA_31: dict[str, Any] = {
     "vocab_size": 128256,
@@ -98,6 +99,32 @@ PRESETS: dict[str, LlamaConfig] = {
         qk_norm=True,
         mixture=Mixture(experts=128, per_token=8, width=768),
     ),
+    # deepseek-ai/DeepSeek-V3, without its layer that predicts a second token.
+    "deepseek-v3": _shape(
+        61,
+        7168,
+        128,
+        128,
+        18432,
+        vocab_size=129280,
+        max_position_embeddings=163840,
+        rms_norm_eps=1e-6,
+        rope_scaling=RopeScaling(
+            "yarn", 40.0, original_max_position_embeddings=4096, attention_factor=1.0, mscale_all_dim=1.0
+        ),
+        latent=LatentAttention(kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128, q_rank=1536),
+        mixture=Mixture(
+            experts=256,
+            per_token=8,
+            width=2048,
+            shared_width=2048,
+            dense_layers=3,
+            sigmoid=True,
+            groups=8,
+            best_groups=4,
+            factor=2.5,
+        ),
+    ),
 }
 
 
@@ -109,4 +136,6 @@ def preset(name: str, **changes: Any) -> LlamaConfig:
         raise ValueError(f"There is no model preset {name!r}; use one of {', '.join(PRESETS)}.")
     if {"hidden_size", "num_attention_heads"} & changes.keys():
         changes.setdefault("head_dim", None)  # the quotient of the new sizes instead of the preset's
+    if PRESETS[name].latent is not None and "num_attention_heads" in changes:
+        changes.setdefault("num_key_value_heads", None)  # as many
     return dataclasses.replace(PRESETS[name], **changes)

@@ -11,8 +11,8 @@ from pyruntime.llama.rope_scaling import RopeScaling
 
 
 def inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
-    """Angle per token of each pair of channels, fp32 `[head_dim / 2]`: theta ** (-2 i / head_dim), scaled."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    """Angle per token of each pair of the d rotated channels, fp32 `[d / 2]`: theta ** (-2 i / d), scaled."""
+    exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
     wavelengths = config.rope_theta**exponent
     inverse = 1.0 / wavelengths
     scaling = config.rope_scaling
@@ -28,7 +28,7 @@ def inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
 def rope_tables(
     config: LlamaConfig, length: int, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `cos` and `sin` of positions `0 .. length - 1`, fp32 `[length, head_dim]`; both times YaRN's
+    """Returns `cos` and `sin` of positions `0 .. length - 1`, fp32 `[length, d]`; both times YaRN's
     attention factor, if the model has one.
 
     The halves of a head are rotated against each other (Hugging Face's channel order), so both halves of the
@@ -58,7 +58,7 @@ def _llama3(inverse: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 def _yarn(wavelengths: torch.Tensor, scaling: RopeScaling, config: LlamaConfig) -> torch.Tensor:
     """YaRN's scaling, in the order of operations of transformers' `rope_type="yarn"`: the blend is linear in
     the number of the channel pair (arXiv 2309.00071, section 3.2, as in its authors' code)."""
-    dim, context = config.head_dim, scaling.original_max_position_embeddings
+    dim, context = config.rotary_dim, scaling.original_max_position_embeddings
 
     def pair_that_turns(times: float) -> float:
         """The channel pair that turns so many times within the original context."""

@@ -20,6 +20,7 @@ _KEYS = {
         "beta_slow",
         "truncate",
         "attention_factor",
+        "mscale_all_dim",
     ),
 }
 """The fields that each type of scaling reads."""
@@ -35,9 +36,10 @@ class RopeScaling:
     those below `original_max_position_embeddings / high_freq_factor`, and blends in between. `"yarn"` divides
     those of channels that turn less than `beta_slow` times in the original context, keeps those that turn
     more than `beta_fast` times, blends in between, and multiplies rotated queries and keys by
-    `attention_factor` (None: `0.1 log(factor) + 1`; arXiv 2309.00071). truncate: whether the ends of that
-    range are whole channels. `"dynamic"` changes nothing up to `max_position_embeddings`, beyond which no
-    sequence of this model reaches.
+    `attention_factor` (None: `0.1 log(factor) + 1`; arXiv 2309.00071). mscale_all_dim: scores of latent
+    attention are multiplied by the square of `0.1 mscale_all_dim log(factor) + 1`. truncate: whether the ends
+    of that range are whole channels. `"dynamic"` changes nothing up to `max_position_embeddings`, beyond
+    which no sequence of this model reaches.
     """
 
     rope_type: str = "llama3"
@@ -49,6 +51,7 @@ class RopeScaling:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float | None = None
+    mscale_all_dim: float | None = None
 
     def __post_init__(self) -> None:
         if self.rope_type not in _KEYS:
@@ -92,6 +95,10 @@ class RopeScaling:
                     f"rope attention_factor={self.attention_factor} must be between 1e-6 and 1e6: it "
                     "multiplies queries and keys."
                 )
+        if self.mscale_all_dim is not None:
+            check_number("rope mscale_all_dim", self.mscale_all_dim)
+            if not -1e3 <= self.mscale_all_dim <= 1e3:
+                raise ValueError(f"rope mscale_all_dim={self.mscale_all_dim} must be from -1000 to 1000.")
 
     @property
     def magnitude(self) -> float:
@@ -99,6 +106,13 @@ class RopeScaling:
         if self.rope_type != "yarn":
             return 1.0
         return yarn_magnitude(self.factor) if self.attention_factor is None else self.attention_factor
+
+    @property
+    def score_factor(self) -> float:
+        """The factor of latent attention's scores."""
+        if self.rope_type != "yarn" or not self.mscale_all_dim:
+            return 1.0
+        return yarn_magnitude(self.factor, self.mscale_all_dim) ** 2
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:

@@ -18,6 +18,12 @@ _MODEL = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"
 _LAYER = {
     "attention_norm": {"": "input_layernorm"},
     "qkv": {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"},
+    "latent.q": {"": "self_attn.q_proj"},
+    "latent.q_norm": {"": "self_attn.q_a_layernorm"},
+    "latent.q_up": {"": "self_attn.q_b_proj"},
+    "latent.down": {"q": "self_attn.q_a_proj", "kv": "self_attn.kv_a_proj_with_mqa"},
+    "latent.kv_norm": {"": "self_attn.kv_a_layernorm"},
+    "latent.kv_up": {"": "self_attn.kv_b_proj"},
     "q_norm": {"": "self_attn.q_norm"},
     "k_norm": {"": "self_attn.k_norm"},
     "out": {"": "self_attn.o_proj"},

@@ -222,8 +222,8 @@ class Cut:
 
     With several parts (q, k, v in one weight), each is cut along `dim` by itself. The local parameter is the
     concatenation along `dim` of this rank's shards: [part0_r | part1_r | ...]. dim=None: every rank of the
-    group holds it whole. dim_y: another dimension, which is cut over the group's second axis; None: all ranks
-    of that axis hold the same."""
+    group holds it whole, parts one after the other along dimension 0. dim_y: another dimension, which is cut
+    over the group's second axis; None: all ranks of that axis hold the same."""
 
     group: TensorGroup
     dim: int | None
@@ -277,12 +277,14 @@ class Cut:
     def local_shape(self) -> tuple[int, ...]:
         """The shape of the local parameter: all parts together."""
         shapes = [self.local_shape_of(part) for part in self.parts]
-        if self.dim is None:
+        if len(shapes) == 1:
             return shapes[0]
-        return (*shapes[0][: self.dim], sum(s[self.dim] for s in shapes), *shapes[0][self.dim + 1 :])
+        dim = self.dim or 0
+        return (*shapes[0][:dim], sum(s[dim] for s in shapes), *shapes[0][dim + 1 :])
 
     def split(self, local: Tensor) -> list[Tensor]:
         """Splits a tensor of the local shape into views, one for each part."""
-        if self.dim is None or len(self.parts) == 1:
+        if len(self.parts) == 1:
             return [local]
-        return list(local.split([self.local_shape_of(part)[self.dim] for part in self.parts], self.dim))
+        dim = self.dim or 0
+        return list(local.split([self.local_shape_of(part)[dim] for part in self.parts], dim))

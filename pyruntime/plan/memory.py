@@ -171,6 +171,10 @@ def _cut(model: ModelShape, rules: Rules, recompute: Recomputation) -> float:
         return 0.0
     made = 0 if recompute == "selective" else (rules.ffn_kept if model.gated else 1)
     attention = model.qkv + model.attention_width
+    if (
+        model.latent is not None
+    ):  # attention's result as wide as keys, latent features and their norms' results
+        attention += model.heads * model.head_dim + 2 * model.of_latents
     if not model.experts:
         return 2 * (attention + model.up + made * model.ffn)
     # An expert keeps only gate and up of its rows; a router keeps fp32.
@@ -364,7 +368,7 @@ def _muon(model: ModelShape, held: float, mesh: Mesh, rules: Rules) -> float:
     n, k = max(map(sorted, model.layer_shapes), key=lambda sides: sides[0] * sides[1])
     bytes_ = rules.weight * (held + n * k + 2 * n * n) + 4 * n * k
     if rules.workspaces:
-        bucket = rules.weight * max(model.hidden * model.up, model.hidden * model.qkv) / mesh.tp
+        bucket = rules.weight * max(model.hidden * model.up, *(n * k for n, k in model.of_heads)) / mesh.tp
         for ranks in (mesh.shard, mesh.tp):
             bytes_ += SLOTS * bucket * ranks if ranks > 1 else 0
         split = max(split_experts(model, mesh))
@@ -401,8 +405,8 @@ def _waiting_layer(model: ModelShape, tokens: float) -> float:
     """Returns the bytes kept for a layer's waiting weight gradients: inputs of its linears and gradients of
     their outputs, bf16. Each expert of a token has rows of its own."""
     copies = model.per_token if model.experts else 1
-    inputs = (1 + copies) * model.hidden + model.attention_width + model.wide
-    outputs = model.qkv + (1 + copies) * model.hidden + model.up
+    inputs = copies * model.hidden + sum(k for _, k in model.of_heads) + model.attention_width + model.wide
+    outputs = sum(n for n, _ in model.of_heads) + (1 + copies) * model.hidden + model.up
     return 2 * tokens * (inputs + outputs)
 
 

@@ -39,6 +39,41 @@ class Adapters:
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1; DeepSeek-V3,
+    arXiv 2412.19437, equations 1 to 11).
+
+    A token's `kv_rank` features make the keys and values of all heads. A key has `nope_dim` features of its
+    head, and `rope_dim` rotated ones that all heads share; a value has `value_dim`."""
+
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    q_rank: int | None = None
+    """Latent features of which queries are made; None: they are made of the residual stream."""
+    interleaved: bool = True
+    """Whether rotated features turn in pairs of neighbours, else the halves of a head against each other."""
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a query or key head."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def features(self) -> int:
+        """Features of a token that are made of the residual stream and belong to no head."""
+        return (self.q_rank or 0) + self.kv_rank + self.rope_dim
+
+    def shapes(self, hidden: int, heads: int) -> tuple[tuple[int, int], ...]:
+        """The shapes [out, in] of one layer's linears of queries, keys and values. Tensor parallelism cuts
+        all but the last, which makes latent features."""
+        queries = heads * self.head_dim, hidden if self.q_rank is None else self.q_rank
+        keys_and_values = heads * (self.nope_dim + self.value_dim), self.kv_rank
+        return queries, keys_and_values, (self.features, hidden)
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The shape of a decoder-only transformer: a Llama, or (`gated` False, `biased` True) a GPT.
 
@@ -85,16 +120,30 @@ class ModelShape:
     window: int = 0
     """Keys that a query sees in `windowed` layers, its own included; 0: all up to its own."""
     windowed: int = 0
+    latent: LatentAttention | None = None
 
     @cached_property
     def qkv(self) -> int:
-        """Output features of the linear of queries, keys and values."""
+        """Features of queries, keys and values, as attention reads them."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @cached_property
     def attention_width(self) -> int:
-        """Output features of attention, which are the input features of its output linear."""
-        return self.heads * self.head_dim
+        """Input features of attention's output linear."""
+        return self.heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+
+    @cached_property
+    def of_heads(self) -> tuple[tuple[int, int], ...]:
+        """The shapes [out, in] of the linears of queries, keys and values that tensor parallelism cuts, as
+        they run."""
+        if self.latent is None:
+            return ((self.qkv, self.hidden),)
+        return self.latent.shapes(self.hidden, self.heads)[:-1]
+
+    @cached_property
+    def of_latents(self) -> int:
+        """Output features of the linear that makes latent features, which every tensor-parallel rank has."""
+        return 0 if self.latent is None else self.latent.features
 
     @cached_property
     def wide(self) -> int:
@@ -126,12 +175,15 @@ class ModelShape:
         """The shapes of one layer's matrices, unmerged."""
         key_value = self.kv_heads * self.head_dim
         heads = [self.attention_width, key_value, key_value, self.attention_width]
+        if self.latent is not None:
+            heads = [self.attention_width]
         networks = [self.ffn] * (3 if self.gated else 2)
         if self.experts:
             networks = [self.expert_ffn] * 3 * self.experts + [self.shared_ffn] * (
                 3 if self.shared_ffn else 0
             )
-        return tuple((width, self.hidden) for width in [*heads, *networks])
+        of_latent = () if self.latent is None else self.latent.shapes(self.hidden, self.heads)
+        return (*((width, self.hidden) for width in [*heads, *networks]), *of_latent)
 
     @cached_property
     def layer_experts(self) -> int:
@@ -141,18 +193,19 @@ class ModelShape:
     @cached_property
     def layer_matrices(self) -> int:
         """Weights of one layer that tensor parallelism cuts."""
-        attention = self.hidden * (self.qkv + self.attention_width)
+        attention = sum(n * k for n, k in self.of_heads) + self.hidden * self.attention_width
         if self.experts:
             return attention + self.layer_experts + 3 * self.hidden * self.shared_ffn
         return attention + self.hidden * (self.up + self.ffn)
 
     @cached_property
     def layer_vectors(self) -> int:
-        """Weights of one layer's norms, biases and router, which every tensor-parallel rank holds."""
+        """Weights of one layer's norms, biases and router, and of what makes latent features, which every
+        tensor-parallel rank holds."""
         norms = 2 * self.hidden * (2 if self.biased else 1)
         biases = self.qkv + self.up + 2 * self.hidden
-        router = self.hidden * (self.experts + self._gates)
-        return norms + (biases if self.biased else self.attention_vectors) + router
+        whole = self.hidden * (self.experts + self._gates + self.of_latents)
+        return norms + (biases if self.biased else self.attention_vectors) + whole
 
     @property
     def _gates(self) -> int:
@@ -172,7 +225,7 @@ class ModelShape:
     def largest(self) -> int:
         """Parameters of the largest weight."""
         of_experts = 2 * self.hidden * self.expert_ffn * self.experts
-        return max(of_experts or self.hidden * self.up, self.hidden * self.qkv, self.head)
+        return max(of_experts or self.hidden * self.up, *(n * k for n, k in self.of_heads), self.head)
 
     @cached_property
     def last_norm(self) -> int:
@@ -206,7 +259,7 @@ class ModelShape:
     def layer_flops(self, tokens: int) -> float:
         """Returns the operations of one layer's linears in a forward pass; a multiply-add counts as two. Of
         experts those count that a token goes to."""
-        used = self.layer_matrices
+        used = self.layer_matrices + self.hidden * self.of_latents
         if self.experts:
             used += 3 * self.hidden * self.expert_ffn * (self.per_token - self.experts)
             used += self.hidden * (self.experts + self._gates)
@@ -215,12 +268,13 @@ class ModelShape:
     def attention_flops(self, tokens: int, seq: int, *, causal: bool = True) -> float:
         """Returns the operations of one layer's attention in a forward pass, in sequences of `seq`: the mean
         over layers with a window and others."""
+        wide = (self.heads * self.head_dim + self.attention_width) * tokens
         if not causal:
-            return 4.0 * seq * self.attention_width * tokens
+            return 2.0 * seq * wide
         seen = keys_seen(seq, None)
         if self.windowed:
             seen += (keys_seen(seq, self.window) - seen) * self.windowed / self.layers
-        return 4.0 * seen * self.attention_width * tokens
+        return 2.0 * seen * wide
 
     def head_flops(self, tokens: int) -> float:
         return 2.0 * self.head * tokens

@@ -30,6 +30,10 @@ class LinearShape:
     k: int
     n: int
     column: bool
+    beside: int = 0
+    """Features of a row that travel beside its input, once in either direction, and that no GEMM reads."""
+    whole: bool = False
+    """Whether every rank has the whole weight, for its own rows: only the weight's gradient travels."""
     alone: tuple[int, int] | None = None
     """k and n of one GEMM on a rank, where that is not a rank's share of this one: an expert's."""
 
@@ -47,16 +51,24 @@ class LinearShape:
 def linears(model: ModelShape) -> tuple[LinearShape, ...]:
     """Returns the tensor-parallel linears of one layer, with their names in Llama. Experts gather all rows
     and scatter sums, so they are two linears of the features that a token uses."""
-    attention = (
-        LinearShape("qkv_proj", model.hidden, model.qkv, True),
-        LinearShape("o_proj", model.attention_width, model.hidden, False),
-    )
+    out = LinearShape("o_proj", model.attention_width, model.hidden, False)
+    attention: tuple[LinearShape, ...] = LinearShape("qkv_proj", model.hidden, model.qkv, True), out
+    if model.latent is not None:
+        (queries, of_queries), (keys, of_keys) = model.of_heads
+        attention = (
+            LinearShape("latent_proj", model.hidden, model.of_latents, False, whole=True),
+            LinearShape("q_proj", of_queries, queries, True),
+            LinearShape("kv_proj", of_keys, keys, True, beside=model.latent.rope_dim),
+            out,
+        )
     if model.experts:
         width = model.expert_ffn
         return (
             *attention,
-            LinearShape("experts.gate_up_proj", model.hidden, model.up, True, (model.hidden, 2 * width)),
-            LinearShape("experts.down_proj", model.wide, model.hidden, False, (width, model.hidden)),
+            LinearShape(
+                "experts.gate_up_proj", model.hidden, model.up, True, alone=(model.hidden, 2 * width)
+            ),
+            LinearShape("experts.down_proj", model.wide, model.hidden, False, alone=(width, model.hidden)),
         )
     if not model.ffn:
         return attention
@@ -113,14 +125,20 @@ def exposed_of(
     results are summed under its GEMM, and a row linear's dX under dX and dW.
     """
     ranks = over.size * sums.size
+    if linear.whole:
+        gradient = all_reduce(2 * linear.k * linear.n, over)
+        return Exposed(
+            linear, 2.0 * tokens * linear.k * linear.n / ranks / flops, 0.0, 0.0, gradient, gradient
+        )
     compute = 2.0 * tokens * linear.k * linear.n / ranks / flops
     stream, wide = 2 * tokens * linear.travels / sums.size, 2 * tokens * linear.deciding / over.size
     rows, added = all_gather(stream, over), all_reduce(wide, sums)
     own_rows, own_added = own_seconds(stream, over), 2 * own_seconds(wide, sums)
     again = 2 if linear.column and regather else 1
+    beside = all_gather(2 * tokens * linear.beside, over)
     if linear.column:
-        transfer, own = rows + added, own_rows + own_added
-        backward, own_backward = rows * again, own_rows * again
+        transfer, own = rows + beside + added, own_rows + own_added
+        backward, own_backward = rows * again + beside, own_rows * again
     else:
         transfer, own = rows, own_rows
         backward, own_backward = rows + added, own_rows + own_added
@@ -142,13 +160,14 @@ def advice(job: Job, mesh: Mesh, over: Link) -> list[str]:
     if over.size == 1:
         return []
     wanted = threshold(over.size, job.cluster.flops, over.bandwidth)
-    weak = [each for each in linears(job.model) if each.deciding < wanted]
+    every = [each for each in linears(job.model) if not each.whole]
+    weak = [each for each in every if each.deciding < wanted]
     sentences = [
         f"{each.name} cannot hide its transfer at tp {mesh.tp}: it has {each.deciding:,} "
         f"{'output' if each.column else 'input'} features and needs {wanted:,.0f} ((P - 1) F / B)"
         for each in weak
     ]
-    if len(weak) == len(linears(job.model)) and over.crosses:
+    if len(weak) == len(every) and over.crosses:
         sentences.append(
             f"nothing hides at tp {mesh.tp} between nodes: keep tensor parallelism inside a node"
         )

@@ -291,6 +291,8 @@ class Predictor:
         cluster = self.job.cluster
         if linear.alone is not None:
             return cluster.linear_flops(*linear.alone, tokens)
+        if linear.whole:
+            return cluster.linear_flops(linear.k, linear.n, tokens / tp)
         k, n = (linear.k / y, linear.n / tp) if linear.column else (linear.k / tp, linear.n / y)
         return cluster.linear_flops(k, n, tokens, 1 if self.overlap == "none" else tp)
 
@@ -303,6 +305,7 @@ class Predictor:
         model, cluster = self.job.model, self.job.cluster
         if cluster.core_bandwidth or tp.size == 1 or self.overlap == "none":
             return 0.0, 0.0
+        each = tuple(linear for linear in each if not linear.whole)
         columns = sum(linear.column for linear in each)
         launches = tp.size * cluster.launch
         of_sum = 2 * tokens * model.hidden * (1 + 1 / tp.size) / cluster.memory_bandwidth

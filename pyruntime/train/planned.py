@@ -91,6 +91,7 @@ def of_llama(name: str, config: LlamaConfig, preset: str = "") -> ModelShape:
         norms_after=config.norms_after,
         window=config.sliding_window or 0,
         windowed=config.windowed_layers,
+        latent=config.latent,
     )
     if config.mixture is None:
         return shape

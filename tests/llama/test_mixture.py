@@ -11,12 +11,14 @@ from safetensors.torch import load_file
 
 from pyruntime.llama import PRESETS, Llama, LlamaConfig, load_hf, save_hf
 from pyruntime.llama.mixture import Mixture
+from pyruntime.llama.rope_scaling import RopeScaling
 from pyruntime.llama.stage import layers_of_stages
 from pyruntime.llama.tensor_shards import ROUTER_BIAS
 from pyruntime.nn import RouterLosses
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.memory import memory_of_rank
 from pyruntime.plan.mesh import Job, Mesh
+from pyruntime.plan.models import LatentAttention
 from pyruntime.plan.pipelines import layers_by_rank
 from pyruntime.train.planned import of_llama
 from tests.llama.cases import full_gradients, full_tensors
@@ -31,6 +33,9 @@ _SMALL = {
     "head_dim": 8,
     "max_position_embeddings": 128,
 }
+_YARN = RopeScaling(
+    "yarn", 4.0, original_max_position_embeddings=16, attention_factor=0.9, mscale_all_dim=0.7
+)
 FAMILIES = {
     "mixtral": LlamaConfig(**_SMALL, mixture=Mixture(7, 2, 40)),
     "qwen2_moe": LlamaConfig(
@@ -48,6 +53,21 @@ FAMILIES = {
             8, 3, 24, shared_width=48, dense_layers=1, sigmoid=True, groups=4, best_groups=2, factor=2.5
         ),
     ),
+    **{
+        f"deepseek_v3{name}": LlamaConfig(
+            **{**_SMALL, "num_key_value_heads": None},
+            **{"attention_bias": "biases" in name, "rope_scaling": _YARN if "yarn" in name else None},
+            latent=latent,
+            mixture=Mixture(
+                8, 3, 24, shared_width=48, dense_layers=1, sigmoid=True, groups=4, best_groups=2, factor=2.5
+            ),
+        )
+        for name, latent in {
+            "": LatentAttention(kv_rank=20, rope_dim=8, nope_dim=12, value_dim=10, q_rank=28),
+            ", biases": LatentAttention(kv_rank=20, rope_dim=6, nope_dim=12, value_dim=18, interleaved=False),
+            ", yarn": LatentAttention(kv_rank=40, rope_dim=8, nope_dim=6, value_dim=14, q_rank=12),
+        }.items()
+    },
     "qwen2_moe, biases": LlamaConfig(
         **_SMALL, mixture=Mixture(7, 3, 40, renormalize=False, shared_width=48), qkv_bias=True
     ),
@@ -165,7 +185,9 @@ def test_more_ranks_than_experts_are_refused():
         Mixture(2, 3, 8)
 
 
-@pytest.mark.parametrize("config", [*FAMILIES.values(), PRESETS["mixtral-8x7b"], PRESETS["qwen3-30b-a3b"]])
+@pytest.mark.parametrize(
+    "config", [*FAMILIES.values(), PRESETS["mixtral-8x7b"], PRESETS["qwen3-30b-a3b"], PRESETS["deepseek-v3"]]
+)
 def test_the_planner_counts_the_same(config):
     planned = of_llama("a model", config)
     assert planned.parameters == config.parameter_count()
