@@ -59,6 +59,8 @@ class SearchSpace:
     hybrid: bool = True
     """ZeRO inside groups of data-parallel ranks (HSDP)."""
     recompute: bool = True
+    between_nodes: bool = True
+    """Tensor parallelism over more GPUs than a node has."""
     expert_groups: bool = True
     """Experts over other ranks than the tensor-parallel ones."""
     kinds: tuple[PipelineKind, ...] = PLANNED_KINDS
@@ -117,6 +119,7 @@ def _bounded(job: Job, choice: SearchSpace) -> tuple[list[Mesh], tuple[str, ...]
         ("4D meshes", {"axonn": False}),
         ("pipelines but 1F1B and ZB-V", {"kinds": tuple(set(choice.kinds) & {*FEW_PLANNED_KINDS})}),
         ("CO2", {"co2": False}),
+        ("tensor parallelism between nodes", {"between_nodes": False}),
         ("experts over groups of their own", {"expert_groups": False}),
     )
     for words, narrower in narrowings:
@@ -172,7 +175,7 @@ def meshes(job: Job, choice: SearchSpace) -> Iterator[Mesh]:
     model = job.model
     recomputes = values(Recomputation) if choice.recompute else ("none",)
     for tp in divisors(job.gpus):
-        if not model.fits_tp(tp):
+        if not model.fits_tp(tp) or (tp > job.cluster.gpus_per_node and not choice.between_nodes):
             continue
         for pp in divisors(job.gpus // tp):
             if pp > model.layers:

@@ -22,6 +22,7 @@ PUBLISHED = {
     "mixtral-8x7b": 46_702_792_704,
     "qwen2.5-0.5b": 494_032_768,
     "qwen3-30b-a3b": 30_532_122_624,
+    "deepseek-v3": 671_026_404_352,
 }
 SLIDING_FIRST = ["sliding_attention", "full_attention"]
 

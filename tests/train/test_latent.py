@@ -18,7 +18,12 @@ def config(ranks, tmp_path_factory):
     """A job that goes on from a folder, whose queries have latent features too."""
     folder = tmp_path_factory.mktemp("latent")
     config = parity.job(folder)
-    ranks.run(written, 1, dataclasses.replace(FAMILIES["deepseek_v3"], vocab_size=259), folder / "model")
+    ranks.run(
+        written,
+        1,
+        dataclasses.replace(FAMILIES["deepseek_v3"], vocab_size=259, num_hidden_layers=5),
+        folder / "model",
+    )
     config = jobs.changed(config, "model", **vars(Model(init_from=str(folder / "model"))))
     config = jobs.changed(config, "data", tokenizer="bytes")
     jobs.prepare(config)
