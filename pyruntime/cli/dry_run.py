@@ -130,7 +130,7 @@ def _heading(run: ResolvedRun) -> str:
         [
             f"model     {shape.parameter_count() / 1e6:,.1f} M parameters in {train.dtype}: "
             f"{shape.num_hidden_layers} layers of {shape.hidden_size} features, {shape.num_attention_heads} "
-            f"heads and {shape.num_key_value_heads} of keys and values{_window(shape)}, "
+            f"heads{_keys(shape)}{_window(shape)}, "
             f"{_feed_forward(shape)}, "
             f"vocabulary {shape.vocab_size}",
             *adapters,
@@ -143,6 +143,12 @@ def _heading(run: ResolvedRun) -> str:
             f"saved {saved}",
         ]
     )
+
+
+def _keys(shape: LlamaConfig) -> str:
+    if shape.latent is None:
+        return f" and {shape.num_key_value_heads} of keys and values"
+    return f" of {shape.latent.features} latent features"
 
 
 def _window(shape: LlamaConfig) -> str:
@@ -175,16 +181,30 @@ def _shapes(run: ResolvedRun) -> str:
     hidden, head_dim = shape.hidden_size // y, shape.head_dim
     heads, kv_heads = shape.num_attention_heads // x, shape.num_key_value_heads // x
     vocab = math.ceil(shape.vocab_size / x)
-    qkv = (heads + 2 * kv_heads) * head_dim
     sequences, seq = train.micro_batch_size, train.seq_len // cp
     rows = [
-        ["queries, keys, values", f"[{qkv}, {hidden}]", f"[{tokens}, {qkv}]"],
+        *_heads(shape, x, hidden, tokens),
         ["attention", "", f"[{sequences}, {seq}, {heads} and {kv_heads}, {head_dim}]"],
-        ["its output", f"[{hidden}, {heads * head_dim}]", f"[{math.ceil(tokens / x)}, {hidden}]"],
+        ["its output", f"[{hidden}, {heads * shape.value_dim}]", f"[{math.ceil(tokens / x)}, {hidden}]"],
         *_network(shape, x, run.mesh.experts_over, hidden, tokens),
         ["embedding, head", f"[{vocab}, {hidden}]", f"[{tokens}, {vocab}]"],
     ]
     return columns(["shapes on a rank", "weight", "result for a micro-batch"], rows, left=(0, 1, 2))
+
+
+def _heads(shape: LlamaConfig, x: int, hidden: int, tokens: int) -> list[list[str]]:
+    """Returns the rows about the linears of queries, keys and values."""
+    if shape.latent is None:
+        qkv = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim // x
+        return [["queries, keys, values", f"[{qkv}, {hidden}]", f"[{tokens}, {qkv}]"]]
+    queries, keys, (features, _) = shape.latent.shapes(hidden, shape.num_attention_heads)
+    return [
+        ["latent features", f"[{features}, {hidden}]", f"[{math.ceil(tokens / x)}, {features}]"],
+        *(
+            [name, f"[{out // x}, {into}]", f"[{tokens}, {out // x}]"]
+            for name, (out, into) in (("queries", queries), ("keys and values", keys))
+        ),
+    ]
 
 
 def _network(shape: LlamaConfig, x: int, ep: int, hidden: int, tokens: int) -> list[list[str]]:

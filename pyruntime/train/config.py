@@ -64,7 +64,8 @@ class Model:
     in the preset, else true."""
     sigmoid_router: bool | None = None
     """Whether experts are chosen by sigmoids with a bias that train.router_bias_rate moves (DeepSeek-V3), not
-    by a softmax; with qk_norm and a shared expert. None: as in the preset, else false."""
+    by a softmax; with a shared expert, and qk_norm or the preset's latent attention. None: as in the preset,
+    else false."""
     expert_groups: int | None = None
     """With sigmoid_router, groups of experts, of which a token goes only to the best; None: the preset's,
     else 1."""
