@@ -37,6 +37,7 @@ def take(group, transport: str) -> None:
         "process_group": "ring",
         "device": "symmetric memory and copy",
         "device between hosts": "sends and receives",
+        "device on rails": "rails",
     }.get(transport, "")
     if transport == "hierarchical":
         hosts = [f"host {2 * rank // size}" for rank in range(size)]
@@ -44,6 +45,8 @@ def take(group, transport: str) -> None:
         expected = "hierarchical" if size == 4 else "ring"
     if transport == "device between hosts":
         settings = {"transport": "device", "hosts": [f"host {rank}" for rank in range(size)]}
+    if transport == "device on rails":  # of two ranks a host
+        settings = {"transport": "device", "hosts": [f"host {rank // 2}" for rank in range(size)]}
     if transport != "symmetric_memory":
         settings["chunk_bytes"] = CHUNK_BYTES
     if comm.transport_of(group).startswith(expected):

@@ -7,6 +7,7 @@
 #include "transport/collectives.h"
 #include "transport/device/library.h"
 #include "transport/device/one_host.h"
+#include "transport/device/rails.h"
 #include "transport/device/several_hosts.h"
 #include "transport/group.h"
 #include "transport/host/one_host.h"
@@ -83,9 +84,17 @@ std::unique_ptr<Transport> TransportMaker::for_device(c10::Device device) {
   if (hosts > 1) {
     std::string why_not;
     const std::string pair = key.edge ? context.name + "/" + std::to_string(gathered.number) : "";
-    auto made = make_several_hosts_device_transport(context, rendezvous.process_group(), device, hosts,
-                                                    instance(), pair, library, why_not);
-    return made ? std::move(made) : collectives(device, why_not);
+    auto exchange = Exchange::make(context, rendezvous.process_group(), device, instance(), pair, why_not);
+    if (!exchange) return collectives(device, why_not);
+    const bool has_rails = layout.even() && layout.ranks_per_host() > 1 && library != nullptr;
+    if (!has_rails || settings.transport == TransportKind::kProcessGroup) {
+      return make_several_hosts_device_transport(context, std::move(exchange), device, hosts, library);
+    }
+    std::vector<pid_t> pids;
+    for (const int rank : layout.ranks_of(layout.host())) pids.push_back(gathered.pids[rank]);
+    PeerProcesses processes(pids.begin(), pids.end());
+    return make_rails_transport(context, std::move(exchange), rendezvous.workspace_group(gathered, layout),
+                                std::move(processes), layout, device, *library, settings);
   }
   check_rings_can_be(why_no_library);
   if (library == nullptr) return collectives(device, why_no_library);

@@ -4,71 +4,25 @@
 
 #include <algorithm>
 #include <array>
-#include <exception>
-#include <sstream>
 #include <utility>
 
-#include "core/deadline.h"
-#include "transport/device/block_budget.h"
-#include "transport/device/pairs.h"
+#include "transport/device/exchange.h"
 #include "transport/device/streams.h"
 #include "transport/device/sums.h"
 #include "transport/flights.h"
 
 namespace pyruntime {
 
-namespace {
-
-// The bits of a tag: its flight, its step in the flight, and above these the group's instance.
-constexpr int kFlightBits = 8;
-constexpr int kStepBits = 12;
-constexpr int kInstances = 1 << (31 - kFlightBits - kStepBits);
-
-// The process group whose backend sends and receives.
-struct Link {
-  c10::intrusive_ptr<c10d::ProcessGroup> process_group;
-  std::vector<int> ranks;  // in it, by rank
-  // The owner of the blocks that are reserved beside fused kernels: the process group, or all of its pairs
-  // together. A rank has at most four pairs under way: two neighbours, two directions.
-  const void* with_room;
-};
-
-// Rows that leave for one rank and others that come from another. `index`: in the flight.
-struct Passage {
-  int index;
-  int to;
-  at::Tensor from_here;
-  int from;
-  at::Tensor here;
-};
-
-// Sends and receives that begin at once. Those of several passages end together.
-struct Step {
-  std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  std::vector<int> sends_to, receives_from;
-  double begun_s = 0;
-  bool is_awaited = false;
-};
-
-}  // namespace
-
 class ExchangeTransport : public Transport {
  public:
-  ExchangeTransport(GroupContext& context, Link link, c10::intrusive_ptr<c10d::Backend> backend,
-                    c10::Device device, int hosts, int instance, const DeviceLibrary* library)
+  ExchangeTransport(GroupContext& context, std::unique_ptr<Exchange> exchange, c10::Device device, int hosts,
+                    const DeviceLibrary* library)
       : Transport(context),
-        link_(std::move(link)),
-        backend_(std::move(backend)),
+        exchange_(std::move(exchange)),
         device_(device),
         streams_(device),
         hosts_(hosts),
-        instance_(instance),
-        library_(library) {
-    if (!device_.is_cpu()) BlockBudget::of(device_).leave_room(link_.with_room);
-  }
-  ~ExchangeTransport() override {
-    if (!device_.is_cpu()) BlockBudget::of(device_).no_room(link_.with_room);
-  }
+        library_(library) {}
 
   std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override;
   std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override;
@@ -80,13 +34,13 @@ class ExchangeTransport : public Transport {
   }
 
   void flush() override {
-    for (Slot& slot : slots_) await(slot.steps, name_of(slot.op));
+    for (Slot& slot : slots_) exchange_->end(slot.steps, name_of(slot.op));
     streams_.synchronize();
   }
   void leave() override { flush(); }
   bool crosses_hosts() const override { return true; }
   std::string description() const override {
-    return "sends and receives of " + backend_->getBackendName() + ", " + std::to_string(world_size()) +
+    return "sends and receives of " + exchange_->backend_name() + ", " + std::to_string(world_size()) +
            " ranks on " + std::to_string(hosts_) + " hosts";
   }
   int64_t workspace_bytes() const override {
@@ -115,7 +69,7 @@ class ExchangeTransport : public Transport {
     const int slot = static_cast<int>(++last_number_ % slots_.size());
     Slot& claimed = slots_[slot];
     check_slot_is_free(context_, !claimed.in_flight, op, " on " + device_.str());
-    await(claimed.steps, name_of(claimed.op));
+    exchange_->end(claimed.steps, name_of(claimed.op));
     claimed.steps.clear();
     claimed.op = op;
     claimed.in_flight = true;
@@ -130,100 +84,10 @@ class ExchangeTransport : public Transport {
     return memory;
   }
 
-  // Begins passages of a flight, after all work of the caller's stream so far.
-  std::shared_ptr<Step> begin(uint64_t flight, const char* what, const std::vector<Passage>& passages) {
-    const auto step = std::make_shared<Step>();
-    step->begun_s = monotonic_seconds();
-    for (const Passage& each : passages) {
-      if (each.here.numel() > 0) step->receives_from.push_back(each.from);
-      if (each.from_here.numel() > 0) step->sends_to.push_back(each.to);
-    }
-    if (step->receives_from.empty() && step->sends_to.empty()) return step;
-    const bool together = backend_->supportsCoalescing();
-    const auto add = [&](c10::intrusive_ptr<c10d::Work> work) {
-      if (!together) step->works.push_back(std::move(work));
-    };
-    try {  // gloo raises here if a connection is already closed
-      if (together) backend_->startCoalescing();
-      for (const Passage& each : passages) {
-        const int tag =
-            static_cast<int>((static_cast<int64_t>(instance_ % kInstances) << (kFlightBits + kStepBits)) |
-                             (flight % (1 << kFlightBits)) << kStepBits | each.index);
-        if (each.here.numel() > 0) {
-          std::vector<at::Tensor> tensors{each.here};
-          add(backend_->recv(tensors, link_.ranks.at(each.from), tag));
-        }
-        if (each.from_here.numel() > 0) {
-          std::vector<at::Tensor> tensors{each.from_here};
-          add(backend_->send(tensors, link_.ranks.at(each.to), tag));
-        }
-      }
-      if (together) step->works.push_back(backend_->endCoalescing());
-    } catch (const std::exception& error) {
-      raise(*step, what, error.what());
-    }
-    return step;
-  }
-
-  // On a device the current stream waits; on the CPU this thread does.
-  void await(Step& step, const char* what) {
-    if (std::exchange(step.is_awaited, true)) return;
-    for (const auto& work : step.works) {
-      try {
-        const int peer = step.receives_from.size() == 1 ? step.receives_from.front() : -1;
-        const Spending waiting(context_, Entered::kWait, what, peer, device_);
-        if (device_.is_cpu()) {
-          work->wait(milliseconds(context_.deadline_seconds));
-        } else {
-          work->wait();
-        }
-      } catch (const std::exception& error) {
-        raise(step, what, error.what());
-      }
-    }
-  }
-  void await(const std::vector<std::shared_ptr<Step>>& steps, const char* what) {
-    for (const std::shared_ptr<Step>& step : steps) {
-      if (step == nullptr) continue;
-      await(*step, what);
-      // Streams wait forever: a step that has not ended after the deadline will not end.
-      if (device_.is_cpu() || monotonic_seconds() - step->begun_s < context_.deadline_seconds) continue;
-      for (const auto& work : step->works) {
-        if (!work->isCompleted()) raise(*step, what, "it is still under way");
-      }
-    }
-  }
-
-  std::string names_of(const std::vector<int>& ranks) const {
-    constexpr size_t kMost = 4;
-    std::string names;
-    for (size_t i = 0; i < std::min(kMost, ranks.size()); ++i) {
-      names += (i > 0 ? ", " : "") + context_.name_of(ranks[i]);
-    }
-    return ranks.size() <= kMost ? names : names + " and " + std::to_string(ranks.size() - kMost) + " more";
-  }
-
-  [[noreturn]] void raise(const Step& step, const char* what, const std::string& why) {
-    const double waited = monotonic_seconds() - step.begun_s;
-    std::ostringstream text;
-    text << "group '" << context_.name << "' on " << device_ << ", " << context_.own_name() << ": " << what
-         << " waited " << waited << " s for";
-    if (!step.receives_from.empty()) text << " rows of " << names_of(step.receives_from);
-    if (!step.receives_from.empty() && !step.sends_to.empty()) text << " and";
-    if (!step.sends_to.empty()) text << " " << names_of(step.sends_to) << " to take its rows";
-    text << " over " << backend_->getBackendName() << ": " << why;
-    context_.link_is_broken = true;
-    const bool late = waited >= 0.9 * context_.deadline_seconds;
-    raise_for_all(
-        failure_of(context_, late ? CommErrorKind::kTimeout : CommErrorKind::kPeerLost, text.str()));
-  }
-
-  Link link_;  // keeps the backend's threads
-  c10::intrusive_ptr<c10d::Backend> backend_;
+  std::unique_ptr<Exchange> exchange_;
   c10::Device device_;
   DeviceStreams streams_;
   int hosts_;
-  int instance_;
   const DeviceLibrary* library_;
   uint64_t last_number_ = 0;
   std::array<Slot, kSlots> slots_;
@@ -262,7 +126,7 @@ class ExchangeFlight {
   int distance_from(int other) const { return (rank() - other + world_size()) % world_size(); }
 
   void begin(const std::vector<Passage>& passages) {
-    const auto step = transport_.begin(number_, name_of(descriptor_.op), passages);
+    const auto step = transport_.exchange_->begin(number_, name_of(descriptor_.op), passages);
     for (const Passage& each : passages) {
       slot_.steps.resize(std::max<size_t>(slot_.steps.size(), each.index + 1));
       slot_.steps[each.index] = step;
@@ -271,7 +135,7 @@ class ExchangeFlight {
   void await(int index) {
     TORCH_CHECK(index < static_cast<int>(slot_.steps.size()) && slot_.steps[index] != nullptr, "A chunk of ",
                 name_of(descriptor_.op), " is waited for before this rank has published its own.");
-    transport_.await(*slot_.steps[index], name_of(descriptor_.op));
+    transport_.exchange_->await(*slot_.steps[index], name_of(descriptor_.op));
   }
   void finish() { slot_.in_flight = false; }
 
@@ -417,32 +281,11 @@ std::unique_ptr<ScatterFlight> ExchangeTransport::scatter(const FlightDescriptor
   return std::make_unique<ExchangeScatter>(*this, descriptor, all);
 }
 
-std::unique_ptr<Transport> make_several_hosts_device_transport(
-    GroupContext& context, c10::intrusive_ptr<c10d::ProcessGroup> process_group, c10::Device device,
-    int hosts, int instance, const std::string& pair, const DeviceLibrary* library, std::string& why_not) {
-  const auto backend_of = [&](c10d::ProcessGroup& group) { return group.getBackend(device.type()); };
-  c10::intrusive_ptr<c10d::Backend> backend;
-  try {
-    backend = backend_of(*process_group);
-  } catch (const c10::Error&) {
-    why_not = "its process group has no backend for " + device.str() + " tensors; " +
-              "initialize it with 'cpu:gloo,cuda:nccl'";
-    return nullptr;
-  }
-  if (!device.is_cpu() && !backend->supportsCoalescing()) {
-    why_not =
-        "its ranks are on several hosts, and " + backend->getBackendName() +
-        " does not send in the order of streams; initialize the process group with 'cpu:gloo,cuda:nccl'";
-    return nullptr;
-  }
-  Link link{process_group, context.process_group_ranks, process_group.get()};
-  if (!device.is_cpu() && !pair.empty()) {
-    // Another address, which lives as long.
-    link = {make_pair(pair, context, device), {0, 1}, backend.get()};
-    backend = backend_of(*link.process_group);
-  }
-  return std::make_unique<ExchangeTransport>(context, std::move(link), std::move(backend), device, hosts,
-                                             instance, library);
+std::unique_ptr<Transport> make_several_hosts_device_transport(GroupContext& context,
+                                                               std::unique_ptr<Exchange> exchange,
+                                                               c10::Device device, int hosts,
+                                                               const DeviceLibrary* library) {
+  return std::make_unique<ExchangeTransport>(context, std::move(exchange), device, hosts, library);
 }
 
 }  // namespace pyruntime

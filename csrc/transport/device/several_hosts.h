@@ -11,22 +11,19 @@
 #pragma once
 
 #include <c10/core/Device.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <memory>
-#include <string>
 
+#include "transport/device/exchange.h"
 #include "transport/device/library.h"
 #include "transport/transport.h"
 
 namespace pyruntime {
 
-// Uses the backend of `process_group` for that device, among the context's ranks. Returns nullptr, with the
-// reason in `why_not`, if no backend sends and receives in stream order. `instance`, the same on all ranks,
-// tells apart the messages of groups that share the process group. `pair`: for an edge, the name of a process
-// group to make for its two ranks; else empty. `library` sums in one kernel; with nullptr torch sums.
-std::unique_ptr<Transport> make_several_hosts_device_transport(
-    GroupContext& context, c10::intrusive_ptr<c10d::ProcessGroup> process_group, c10::Device device,
-    int hosts, int instance, const std::string& pair, const DeviceLibrary* library, std::string& why_not);
+// `library` sums in one kernel; with nullptr torch sums.
+std::unique_ptr<Transport> make_several_hosts_device_transport(GroupContext& context,
+                                                               std::unique_ptr<Exchange> exchange,
+                                                               c10::Device device, int hosts,
+                                                               const DeviceLibrary* library);
 
 }  // namespace pyruntime

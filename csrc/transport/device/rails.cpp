@@ -1,0 +1,395 @@
+#include "transport/device/rails.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "transport/device/device_flight.h"
+
+namespace pyruntime {
+
+namespace {
+
+// The ranks of this rank's host as a group of their own.
+GroupContext context_of_host(const GroupContext& context, const HostLayout& layout) {
+  GroupContext found = context;
+  found.rank = layout.local_rank();
+  found.world_size = layout.ranks_per_host();
+  found.stats = {};
+  found.process_group_ranks.clear();
+  found.job_ranks.clear();
+  for (const int rank : layout.ranks_of(layout.host())) {
+    found.process_group_ranks.push_back(context.process_group_rank(rank));
+    found.job_ranks.push_back(context.job_rank(rank));
+  }
+  return found;
+}
+
+}  // namespace
+
+class RailsTransport : public Transport {
+ public:
+  RailsTransport(GroupContext& context, std::unique_ptr<Exchange> exchange,
+                 std::unique_ptr<WorkspaceGroup> host, PeerProcesses processes, const HostLayout& layout,
+                 c10::Device device, const DeviceLibrary& library, const GroupSettings& settings)
+      : Transport(context),
+        exchange_(std::move(exchange)),
+        layout_(layout),
+        of_host_(context_of_host(context, layout)),
+        inside_(of_host_, std::move(host), std::move(processes), device, library, settings),
+        streams_(device) {}
+
+  std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override;
+  std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override;
+  std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) override {
+    const auto flight = gather(rows_held_descriptor(descriptor, world_size()));
+    std::vector<int64_t> held = gather_rows_held(*flight, descriptor.own_rows, rank(), world_size());
+    streams_.synchronize();
+    return held;
+  }
+
+  void flush() override {
+    for (Slot& slot : slots_) exchange_->end(slot.steps, name_of(slot.op));
+    inside_.flush();
+  }
+  void leave() override { flush(); }
+  bool crosses_hosts() const override { return true; }
+  std::string description() const override {
+    return "rails of " + exchange_->backend_name() + " between hosts, copy engines inside, " +
+           std::to_string(world_size()) + " ranks on " + std::to_string(layout_.hosts()) + " hosts";
+  }
+  int64_t workspace_bytes() const override { return inside_.workspace_bytes(); }
+
+ private:
+  friend class RailsFlight;
+
+  // The exchanges of a flight under way, and of its predecessor until they have been waited for.
+  struct Slot {
+    Op op = Op::kAllGather;
+    std::vector<std::shared_ptr<Step>> steps;  // by the index of each passage; null: not begun
+  };
+
+  Slot& claim(Op op) {
+    Slot& claimed = slots_[++last_number_ % slots_.size()];
+    exchange_->end(claimed.steps, name_of(claimed.op));
+    claimed.steps.clear();
+    claimed.op = op;
+    ++context_.stats.ops;
+    return claimed;
+  }
+
+  std::unique_ptr<Exchange> exchange_;
+  HostLayout layout_;
+  GroupContext of_host_;
+  DeviceTransport inside_;
+  DeviceStreams streams_;
+  uint64_t last_number_ = 0;
+  std::array<Slot, kSlots> slots_;
+};
+
+// The common part of gathers and scatters: a flight inside the host, and exchanges on the rail.
+class RailsFlight {
+ public:
+  RailsFlight(RailsTransport& transport, const FlightDescriptor& descriptor, int64_t bytes, int flags)
+      : transport_(transport),
+        descriptor_(descriptor),
+        slot_(transport.claim(descriptor.op)),
+        number_(transport.last_number_),
+        inside_(transport.inside_, descriptor, bytes, flags, /*pieces=*/0) {}
+
+  DeviceFlight& inside() { return inside_; }
+  const DeviceFlight& inside() const { return inside_; }
+  const HostLayout& layout() const { return transport_.layout_; }
+  GroupContext& context() const { return transport_.context(); }
+  int hosts() const { return layout().hosts(); }
+  int host() const { return layout().host(); }
+  // The host that is `distance` hosts after this rank's, and its counterpart there.
+  int after(int distance) const { return (host() + distance + hosts()) % hosts(); }
+  int counterpart(int distance) const { return layout().on_rail(after(distance)); }
+  // The hosts from this rank's to `other`, forwards and backwards.
+  int distance_to(int other) const { return (other - host() + hosts()) % hosts(); }
+  int distance_from(int other) const { return (host() - other + hosts()) % hosts(); }
+
+  // Begins exchanges after what the current stream has so far.
+  void exchange(const std::vector<Passage>& passages) {
+    const auto step = transport_.exchange_->begin(number_, name_of(descriptor_.op), passages);
+    for (const Passage& each : passages) {
+      slot_.steps.resize(std::max<size_t>(slot_.steps.size(), each.index + 1));
+      slot_.steps[each.index] = step;
+    }
+  }
+  void await_exchange(int index) { transport_.exchange_->await(step(index), name_of(descriptor_.op)); }
+
+  // Puts rows of every host, which this rank has or which arrive by the exchanges that were begun, into the
+  // others of its host: `where(host)` is their place in all slots. Exchange s brings those of the host that
+  // is s after this one, and has the index `first` + s. They are announced by flags in the order of hosts,
+  // from `first` on, also where there are none.
+  template <class Where>
+  void spread(int first, const Where& where) {
+    inside_.streams().move_after_current();
+    const auto put = [&](int distance) {
+      const auto [at, bytes] = where(after(distance));
+      for (int step = 1; step < inside_.world_size(); ++step) {
+        inside_.put_more(inside_.at(at), bytes, inside_.peer_at(step), at, {first + after(distance), 1});
+      }
+    };
+    put(0);
+    const auto moving = inside_.streams().on_moving();
+    for (int distance = 1; distance < hosts(); ++distance) {
+      transport_.exchange_->follow(step(first + distance), name_of(descriptor_.op));
+      put(distance);
+    }
+  }
+
+  // Waits for rows that were spread by `owner`'s counterpart in this host, or that came by its exchange.
+  void await_rows(int first, int owner) {
+    const int host_of = layout().host_of(owner), local = layout().local_rank_of(owner);
+    if (local != layout().local_rank()) return inside_.await(local, {first + host_of, 1});
+    if (host_of != host()) await_exchange(first + distance_to(host_of));
+  }
+
+  void finish() {
+    inside_.finish();
+    CommStats& found = inside_.context().stats;
+    CommStats& sums = context().stats;
+    sums.bytes += found.bytes;
+    sums.waiting_s += found.waiting_s;
+    sums.moving_s += found.moving_s;
+    found = {};
+  }
+
+ private:
+  Step& step(int index) {
+    TORCH_CHECK(index < static_cast<int>(slot_.steps.size()) && slot_.steps[index] != nullptr, "A chunk of ",
+                name_of(descriptor_.op), " is waited for before this rank has published its own.");
+    return *slot_.steps[index];
+  }
+
+  RailsTransport& transport_;
+  FlightDescriptor descriptor_;
+  RailsTransport::Slot& slot_;
+  uint64_t number_;
+  DeviceFlight inside_;
+};
+
+namespace {
+
+// A gather: the slot contains the rows of all ranks.
+class RailsGather : public GatherByRank {
+ public:
+  RailsGather(RailsTransport& transport, const FlightDescriptor& descriptor, int hosts)
+      : GatherByRank(transport.context(), descriptor),
+        flight_(transport, descriptor, descriptor.rows * descriptor.row_bytes(), hosts) {}
+
+  at::Tensor memory(const Chunk& chunk) override {
+    return flight_.inside().view(flight_.inside().at(flight_.inside().offset(chunk)), chunk);
+  }
+  void publish(const Chunk& /*own*/) override {
+    for (const Passage& each : passages()) flight_.exchange({each});
+    spread();
+  }
+  void publish_together(const std::vector<Chunk>& /*own*/) override {
+    flight_.exchange(passages());
+    spread();
+  }
+  void wait(const Chunk& chunk) override {
+    if (chunk.rows > 0 && chunk.owner != plan_.own().owner) flight_.await_rows(0, chunk.owner);
+  }
+  void wait_together(const std::vector<Chunk>& chunks) override {
+    if (chunks.size() + 1 != order().size()) return GatherFlight::wait_together(chunks);
+    for (int distance = 1; distance < flight_.hosts(); ++distance) flight_.await_exchange(distance);
+    flight_.inside().await_all({0, flight_.hosts()});
+  }
+  void finish() override { flight_.finish(); }
+
+ private:
+  // What the rank of this rail that is `distance` hosts after this one sends, and what that before it gets.
+  std::vector<Passage> passages() {
+    std::vector<Passage> all;
+    for (int distance = 1; distance < flight_.hosts(); ++distance) {
+      const int from = flight_.counterpart(distance);
+      all.push_back(
+          {distance, flight_.counterpart(-distance), memory(plan_.own()), from, memory(plan_.of(from))});
+    }
+    return all;
+  }
+  void spread() {
+    flight_.spread(0, [&](int host) {
+      const Chunk& chunk = plan_.of(flight_.layout().on_rail(host));
+      return std::pair(flight_.inside().offset(chunk), flight_.inside().bytes(chunk));
+    });
+    flight_.inside().end_puts();
+  }
+
+  RailsFlight flight_;
+};
+
+// A scatter: the slot contains the parts of the rail's rows by the ranks of this host, each [hosts, most
+// rows], then the sums of this rank's rows by other hosts, and if requested the sums of all rows.
+class RailsScatter : public ScatterByRank {
+ public:
+  RailsScatter(RailsTransport& transport, const FlightDescriptor& descriptor, bool all,
+               const HostLayout& layout)
+      : ScatterByRank(transport.context(), descriptor, all),
+        part_bytes_(plan_.max_rows() * descriptor.row_bytes()),
+        flight_(transport, descriptor,
+                layout.hosts() * (layout.ranks_per_host() + 1) * part_bytes_ +
+                    (all ? descriptor.rows * descriptor.row_bytes() : 0),
+                2 * layout.hosts()),
+        missing_(layout.hosts()) {
+    for (const Chunk& chunk : order()) {
+      if (chunk.rows > 0) ++missing_[layout.host_of(chunk.owner)];
+    }
+    begun_ = begin_of_op(flight_.inside().device());
+  }
+
+  at::Tensor part(const Chunk& chunk) override { return flight_.inside().view(leaving(chunk), chunk); }
+  void publish(const Chunk& chunk) override {
+    if (const auto put = put_of(chunk)) {
+      flight_.inside().put(static_cast<const char*>(put->from), put->bytes, put->peer, put->offset,
+                           {put->first, put->flags});
+    }
+    published(chunk);
+    pass_on();
+  }
+  void publish_together(const std::vector<Chunk>& chunks) override {
+    std::vector<PyruntimePut> puts;
+    for (const Chunk& chunk : chunks) {
+      if (const auto put = put_of(chunk)) puts.push_back(*put);
+    }
+    flight_.inside().put_together(puts);
+    for (const Chunk& chunk : chunks) published(chunk);
+    pass_on();
+  }
+
+  void reduce(const at::Tensor& out, const at::Tensor& bias) override {
+    pass_on();  // where there are no rows
+    const Chunk& own = plan_.own();
+    const DeviceFlight& inside = flight_.inside();
+    if (own.rows > 0) {
+      Reading reading(flight_.context(), descriptor_.op, /*peer=*/-1, begun_, inside.device());
+      flight_.inside().await_all({flight_.host(), 1});
+      for (int host = 0; host < flight_.hosts(); ++host) {
+        if (host != flight_.host()) flight_.await_exchange(flight_.distance_from(host));
+      }
+      reading.came((flight_.hosts() + inside.world_size() - 2) * inside.bytes(own));
+      const Spending summing(flight_.context(), Entered::kSum, name_of(descriptor_.op), /*peer=*/-1,
+                             inside.device());
+      sum_of_host(flight_.host());
+      std::vector<at::Tensor> of_hosts;
+      for (int host = 0; host < flight_.hosts(); ++host) {
+        of_hosts.push_back(host == flight_.host() ? inside.view(summed(host), own)
+                                                  : inside.view(arriving(host), own));
+      }
+      const at::Tensor target = all_ ? sum(own) : out.view(of_hosts.front().sizes());
+      sum_in_order(target, of_hosts, bias, &inside.library(), inside.streams().current());
+    }
+    if (all_) {
+      std::vector<Passage> passages;
+      for (int distance = 1; distance < flight_.hosts(); ++distance) {
+        const int from = flight_.counterpart(distance);
+        passages.push_back({flight_.hosts() + distance, flight_.counterpart(-distance), sum(own), from,
+                            sum(plan_.of(from))});
+      }
+      flight_.exchange(passages);
+      flight_.spread(flight_.hosts(), [&](int host) {
+        const Chunk& chunk = plan_.of(flight_.layout().on_rail(host));
+        return std::pair(sum_offset(chunk), inside.bytes(chunk));
+      });
+    }
+    flight_.inside().end_puts();
+  }
+
+  void wait_for_sum(const Chunk& chunk) override {
+    if (chunk.owner == plan_.own().owner || chunk.rows == 0) return;
+    flight_.await_rows(flight_.hosts(), chunk.owner);
+  }
+  at::Tensor sum(const Chunk& chunk) override {
+    return flight_.inside().view(flight_.inside().at(sum_offset(chunk)), chunk);
+  }
+  void finish() override { flight_.finish(); }
+
+ private:
+  // Where a part goes inside the host; nowhere if this rank sums it.
+  std::optional<PyruntimePut> put_of(const Chunk& chunk) {
+    const HostLayout& layout = flight_.layout();
+    const int local = layout.local_rank_of(chunk.owner), host = layout.host_of(chunk.owner);
+    if (chunk.rows == 0 || local == layout.local_rank()) return std::nullopt;
+    return PyruntimePut{
+        leaving(chunk), flight_.inside().bytes(chunk), local, of_rank(layout.local_rank(), host), host, 1};
+  }
+  void published(const Chunk& chunk) {
+    if (chunk.rows > 0) --missing_[flight_.layout().host_of(chunk.owner)];
+  }
+  // Sums the parts of the rail's rows on hosts whose parts are all published, and sends the sums. All ranks
+  // do it host by host in this order, as a send ends only when its receive has begun.
+  void pass_on() {
+    const DeviceFlight& inside = flight_.inside();
+    for (; next_ < flight_.hosts() && missing_[flight_.after(next_)] == 0; ++next_) {
+      const int to = flight_.counterpart(next_), from = flight_.counterpart(-next_);
+      const int host = flight_.after(next_);
+      inside.streams().move_after_current();
+      const auto moving = inside.streams().on_moving();
+      const Chunk& theirs = plan_.of(to);
+      if (theirs.rows > 0) {
+        for (int step = 1; step < inside.world_size(); ++step) {
+          flight_.inside().await(inside.peer_at(step), {host, 1});
+        }
+        sum_of_host(host);
+      }
+      flight_.exchange({{next_, to, inside.view(summed(host), theirs), from,
+                         inside.view(arriving(flight_.after(-next_)), plan_.own())}});
+    }
+  }
+  // Sums the parts of the rail's rows on that host, on the current stream.
+  void sum_of_host(int host) {
+    const DeviceFlight& inside = flight_.inside();
+    const Chunk& chunk = plan_.of(flight_.layout().on_rail(host));
+    std::vector<at::Tensor> parts;
+    for (int local = 0; local < inside.world_size(); ++local) {
+      const bool is_own = local == inside.rank();
+      parts.push_back(inside.view(is_own ? leaving(chunk) : inside.at(of_rank(local, host)), chunk));
+    }
+    sum_in_order(inside.view(summed(host), chunk), parts, /*bias=*/{}, &inside.library(),
+                 inside.streams().current());
+  }
+
+  int64_t of_rank(int local, int host) const { return (local * flight_.hosts() + host) * part_bytes_; }
+  char* arriving(int host) const { return flight_.inside().at(of_rank(flight_.inside().world_size(), host)); }
+  int64_t sum_offset(const Chunk& chunk) const {
+    return of_rank(flight_.inside().world_size() + 1, 0) + flight_.inside().offset(chunk);
+  }
+  char* leaving(const Chunk& chunk) const { return staging() + flight_.inside().offset(chunk); }
+  // The sum over this host of the rail's rows on that host.
+  char* summed(int host) const {
+    return staging() + plan_.rows() * descriptor_.row_bytes() + host * part_bytes_;
+  }
+  char* staging() const {
+    return flight_.inside().staging(plan_.rows() * descriptor_.row_bytes() + flight_.hosts() * part_bytes_);
+  }
+
+  int64_t part_bytes_;
+  RailsFlight flight_;
+  std::vector<int> missing_;  // chunks of a host's rows that are not published
+  int next_ = 1;              // the next host to send a sum to, in hosts after this rank's
+};
+
+}  // namespace
+
+std::unique_ptr<GatherFlight> RailsTransport::gather(const FlightDescriptor& descriptor) {
+  return std::make_unique<RailsGather>(*this, descriptor, layout_.hosts());
+}
+
+std::unique_ptr<ScatterFlight> RailsTransport::scatter(const FlightDescriptor& descriptor, bool all) {
+  return std::make_unique<RailsScatter>(*this, descriptor, all, layout_);
+}
+
+std::unique_ptr<Transport> make_rails_transport(GroupContext& context, std::unique_ptr<Exchange> exchange,
+                                                std::unique_ptr<WorkspaceGroup> host, PeerProcesses processes,
+                                                const HostLayout& layout, c10::Device device,
+                                                const DeviceLibrary& library, const GroupSettings& settings) {
+  return std::make_unique<RailsTransport>(context, std::move(exchange), std::move(host), std::move(processes),
+                                          layout, device, library, settings);
+}
+
+}  // namespace pyruntime

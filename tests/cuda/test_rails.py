@@ -1,0 +1,118 @@
+"""Chunks between hosts with several devices each, here of CPU tensors: rows go between hosts on rails, over gloo,
+and inside a host by the host dialect of the kernels."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from pyruntime import comm, ops
+from pyruntime.comm import CommTimeout, PeerLost, group_rank, group_size
+from pyruntime.comm.core import _C
+from tests.cuda import build
+from tests.cuda.test_chunked import many
+from tests.data_parallel.test_shard import check, expected, trained
+from tests.ops.test_primitives import all_reduce_case, column_case, plain_case, row_case
+from tests.transports import CHUNK_BYTES, take
+
+pytestmark = pytest.mark.usefixtures("host_kernels")
+SCATTERED = ["a", "b", "b", "a", "c", "a", "c", "c", "b"]
+"""Hosts of three ranks each whose ranks do not follow each other."""
+
+
+def on_rails(group, case, *arguments):
+    """`case(group, *arguments)` while the group's chunks travel as between hosts of two devices."""
+    _C.use_device_library("cpu", str(build.LIBRARY))
+    take(group, "device on rails")
+    return case(group, *arguments)
+
+
+@pytest.mark.parametrize("world", [4, 6, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("rows", "dim"), [(0, 0), (1, 0), (3, 1), (41, 0), (50, 1)])
+@pytest.mark.second_tier(but=["41-0-dtype0-4", "3-1-dtype1-6", "50-1-dtype2-8"])
+def test_primitives_equal_exact_products(ranks, world, dtype, rows, dim):
+    seed = int(torch.randint(2**31, ()))
+    ranks.run(on_rails, world, column_case, seed, rows, dim, 7, 9, dtype, "chunked", False, True, False)
+    ranks.run(on_rails, world, column_case, seed, rows, dim, 7, 9, dtype, "chunked", True, False, True)
+    ranks.run(on_rails, world, row_case, seed, rows, dim, 6, 11, dtype, "chunked", True)
+    ranks.run(on_rails, world, all_reduce_case, seed, max(1, rows), 6, 5, dtype, "chunked")
+    ranks.run(on_rails, world, plain_case, seed, rows, dim, dtype)
+
+
+@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.second_tier("8")
+def test_calls_repeat_their_bits_and_gather_those_of_symmetric_memory(ranks, world):
+    found, again = (ranks.run(on_rails, world, many, "device on rails") for _ in range(2))
+    exact = ranks.run(many, world, "symmetric_memory")
+    for mine, next_run, theirs in zip(found, again, exact, strict=True):
+        for one, other in zip(mine, next_run, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(mine[1][2::3], theirs[1][2::3], strict=True))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.second_tier("0", "3")
+def test_sharded_training_equals_one_process(ranks, stage):
+    results = ranks.run(on_rails, 4, trained, "device on rails", "dp", stage, True, torch.float64, 4, 0.0)
+    check(results, expected(stage, True, torch.float64, 4, 0.0), 1e-9)
+
+
+def scattered(group):
+    """Sums and rows of all ranks, on hosts whose ranks do not follow each other."""
+    _C.use_device_library("cpu", str(build.LIBRARY))
+    hosts = SCATTERED[: group_size(group)]
+    comm.close(group)
+    comm.configure(group, transport="device", hosts=hosts, chunk_bytes=CHUNK_BYTES)
+    rank, size = group_rank(group), group_size(group)
+    part = torch.arange(size * 2.0)[:, None] + rank
+    found = ops.reduce_scatter(part, group), ops.all_gather(torch.full((2, 1), float(rank)), group)
+    return comm.transport_of(group), *found
+
+
+def test_ranks_of_a_host_need_not_follow_each_other(ranks):
+    outcomes = ranks.launch(scattered, 9)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, outcome.error
+        text, summed, gathered = outcome.value
+        assert text == "rails of gloo between hosts, copy engines inside, 9 ranks on 3 hosts"
+        assert summed.flatten().tolist() == [9 * (2 * rank + row) + 36 for row in range(2)]
+        assert gathered.flatten().tolist() == [float(each // 2) for each in range(18)]
+
+
+def faulty(group, fault, deadline):
+    _C.use_device_library("cpu", str(build.LIBRARY))
+    take(group, "device on rails")
+    comm.set_deadline(group, deadline)
+    x, weight = torch.ones(4, 3), torch.ones(5, 3)
+    for call in range(4):
+        if call == 2 and group_rank(group) == 1:
+            if fault == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(float(fault))
+        try:
+            y = ops.all_gather_matmul(x, weight, group, rows=4 * group_size(group), tier="chunked")
+        except (CommTimeout, PeerLost) as error:
+            return type(error).__name__, str(error)
+        assert (y == 3).all()
+    return "", ""
+
+
+def test_a_late_rank_does_no_harm(ranks):
+    assert [outcome.value for outcome in ranks.launch(faulty, 4, "0.5", 30.0)] == [("", "")] * 4
+
+
+def test_a_rank_that_stays_away_is_a_timeout_on_all(ranks):
+    outcomes = ranks.launch(faulty, 4, "6", 2.0)
+    for outcome in outcomes:
+        kind, message = outcome.value
+        assert kind == "CommTimeout" and "all_gather_matmul" in message, outcomes
+
+
+def test_a_rank_that_is_gone_is_lost(ranks):
+    outcomes = ranks.launch(faulty, 4, "killed", 20.0)
+    for rank in (0, 2, 3):
+        kind, message = outcomes[rank].value
+        assert kind == "PeerLost" and "rank 1" in message, outcomes
