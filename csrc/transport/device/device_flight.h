@@ -150,14 +150,16 @@ class DeviceFlight {
     is_finished_ = true;
   }
 
+  // Waits for the puts of this flight that have begun.
+  void await_puts() {
+    const Spending waiting = waiting_for(/*peer=*/-1);
+    streams().current_after(transport_.slots_[slot_].puts_ended);
+  }
   void finish() {
     if (!is_finished_) {
       // A multicast store also writes this rank's own copy, and pieces that go around a ring are read from
       // there: peers may put other rows there once this has ended.
-      if (has_multicast() || goes_around_) {
-        const Spending waiting = waiting_for(/*peer=*/-1);
-        streams().current_after(transport_.slots_[slot_].puts_ended);
-      }
+      if (has_multicast() || goes_around_) await_puts();
       check(library().finish(&group_, streams().current()));
     }
     transport_.slots_[slot_].in_flight = false;

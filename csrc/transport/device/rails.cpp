@@ -148,7 +148,9 @@ class RailsFlight {
     if (host_of != host()) await_exchange(first + distance_to(host_of));
   }
 
+  // Peers may write into this rank's slot once all that came is summed, passed on and read.
   void finish() {
+    inside_.await_puts();
     inside_.finish();
     CommStats& found = inside_.context().stats;
     CommStats& sums = context().stats;
