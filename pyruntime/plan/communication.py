@@ -28,6 +28,8 @@ class Link:
     """Seconds of its own that a rank spends on a byte; see `Cluster.core_bandwidth`."""
 
 
+MOST_EXCHANGES = 8
+"""The exchanges between nodes in which rows travel, at most (kMostExchanges)."""
 ALONE = Link(1, math.inf, 0.0, False)
 """The link of a group of one rank."""
 
@@ -40,15 +42,31 @@ def link(cluster: Cluster, inner: int, size: int) -> Link:
     return Link(size, cluster.bandwidth(inner, size), latency, crosses, core)
 
 
-def direct(cluster: Cluster, inner: int, size: int) -> Link:
-    """Returns the same for ranks that each send to all others by their own adapter, as this project's GPUs do
-    between nodes; its bandwidth is the one at which a ring would take as long."""
+def neighbours(cluster: Cluster, inner: int, size: int) -> Link:
+    """Returns the same for GPUs that each send to the next one, or to all, by their own adapter."""
+    found = link(cluster, inner, size)
+    return replace(found, bandwidth=cluster.between / cluster.gpus_per_node) if found.crosses else found
+
+
+def rails(cluster: Cluster, inner: int, size: int) -> Link:
+    """Returns the same for this project's GPUs, whose rows cross between nodes on rails and go on inside them
+    (csrc/transport/device/rails.h); its bandwidth and latency are those at which a ring would take as long.
+
+    Of a rank's b bytes its adapter sends (H - 1) b to the H - 1 other nodes, and of what it has and gets it
+    sends H (L - 1) b to the L - 1 others of its node, piece by piece under the former."""
     found = link(cluster, inner, size)
     if not found.crosses:
         return found
-    near = max(1, cluster.gpus_per_node // inner)  # ranks of the group in a node
-    adapter = cluster.between / cluster.gpus_per_node
-    return replace(found, bandwidth=adapter * (size - 1) / (size - min(near, size - 1)))
+    near = min(max(1, cluster.gpus_per_node // inner), size)
+    if near == 1:
+        return neighbours(cluster, inner, size)
+    nodes = math.ceil(size / near)
+    across = (nodes - 1) * cluster.gpus_per_node / cluster.between
+    inside = nodes * (near - 1) / cluster.bandwidth(inner, near)
+    exchanges = min(MOST_EXCHANGES, nodes - 1)
+    seconds = max(across, inside) + min(across, inside) / exchanges
+    latency = (exchanges * cluster.latency_between + cluster.latency_inside) / (size - 1)
+    return replace(found, bandwidth=(size - 1) / seconds, latency=latency)
 
 
 def all_gather(nbytes: float, over: Link) -> float:

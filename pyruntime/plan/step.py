@@ -20,9 +20,10 @@ from pyruntime.plan.communication import (
     Link,
     all_gather,
     all_reduce,
-    direct,
     link,
+    neighbours,
     own_seconds,
+    rails,
     send,
 )
 from pyruntime.plan.expert_costs import ExpertLayer, ExpertSeconds
@@ -151,7 +152,7 @@ class Predictor:
     def link(self, mesh: Mesh, axis: str, size: int) -> Link:
         key = mesh.inner(axis), size
         if key not in self._links:
-            of = direct if self.sums_whole and self.job.cluster.is_of_gpus else link
+            of = rails if self.sums_whole and self.job.cluster.is_of_gpus else link
             self._links[key] = of(self.job.cluster, *key)
         return self._links[key]
 
@@ -349,6 +350,8 @@ class Predictor:
         if mesh.cp == 1:
             return 0.0, 0.0, 0.0
         over, model = self.link(mesh, "cp", mesh.cp), self.job.model
+        if self.sums_whole and self.job.cluster.is_of_gpus:
+            over = neighbours(self.job.cluster, mesh.inner("cp"), mesh.cp)
         nbytes = 2 * tokens * 2 * model.kv_heads * model.head_dim / mesh.tp
         hop, own = send(nbytes, over), nbytes * over.core
         hops = mesh.cp - 1

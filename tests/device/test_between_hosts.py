@@ -92,8 +92,9 @@ def train(group, config, delays, on_rails):
         folder = run(config, "job", runtime, StopRequest())
         if on_rails:
             axis = comm.group_name(getattr(runtime, on_rails))
-            found = [comm.transport_of(name) for name in (axis, *(c.name for c in companions._of_group(axis)))]
-            assert "rails of sim between hosts, copy engines inside" in " ".join(found), found
+            served = axis, *(each.name for each in companions._of_group(axis))
+            found = " ".join(map(comm.transport_of, served))
+            assert "rails of sim between hosts, copy engines inside" in found, found
             return [(step["loss"], step["grad_norm"]) for step in read(folder / "metrics.jsonl")]
         outermost = runtime.pp if axes["pp"] > 1 else runtime.cp
         assert "sends" in ways_of_messages(comm.group_name(outermost)), "its messages stayed on one host"

@@ -139,6 +139,10 @@ class DeviceFlight {
     const Spending waiting = waiting_for(world_size() == 2 ? peer_at(1) : -1);
     check(library().await_all(&group_, flags.first, flags.count, streams().current()));
   }
+  // The same on another stream than the op's, which spends no time of its own.
+  void follow_all(Flags flags) {
+    check(library().await_all(&group_, flags.first, flags.count, streams().current()));
+  }
   GroupContext& context() const { return transport_.context(); }
 
   void gather_and_multiply(const FusedGemm& gemm) {

@@ -10,6 +10,10 @@ namespace pyruntime {
 
 namespace {
 
+// The most exchanges of rows that nobody reads before the last have come. Rows of one are put into the ranks
+// of the host while the next ones arrive; each costs a launch.
+constexpr int kMostExchanges = 8;
+
 // The ranks of this rank's host as a group of their own.
 GroupContext context_of_host(const GroupContext& context, const HostLayout& layout) {
   GroupContext found = context;
@@ -186,14 +190,8 @@ class RailsGather : public GatherByRank {
   at::Tensor memory(const Chunk& chunk) override {
     return flight_.inside().view(flight_.inside().at(flight_.inside().offset(chunk)), chunk);
   }
-  void publish(const Chunk& /*own*/) override {
-    for (const Passage& each : passages()) flight_.exchange({each});
-    spread();
-  }
-  void publish_together(const std::vector<Chunk>& /*own*/) override {
-    flight_.exchange(passages());
-    spread();
-  }
+  void publish(const Chunk& /*own*/) override { publish_in(flight_.hosts() - 1); }
+  void publish_together(const std::vector<Chunk>& /*own*/) override { publish_in(kMostExchanges); }
   void wait(const Chunk& chunk) override {
     if (chunk.rows > 0 && chunk.owner != plan_.own().owner) flight_.await_rows(0, chunk.owner);
   }
@@ -205,17 +203,20 @@ class RailsGather : public GatherByRank {
   void finish() override { flight_.finish(); }
 
  private:
-  // What the rank of this rail that is `distance` hosts after this one sends, and what that before it gets.
-  std::vector<Passage> passages() {
-    std::vector<Passage> all;
-    for (int distance = 1; distance < flight_.hosts(); ++distance) {
-      const int from = flight_.counterpart(distance);
-      all.push_back(
-          {distance, flight_.counterpart(-distance), memory(plan_.own()), from, memory(plan_.of(from))});
+  // Sends the own rows on the rail in so many exchanges at most, and what they bring to the ranks of this
+  // host.
+  void publish_in(int most) {
+    const int others = flight_.hosts() - 1, exchanges = std::min(most, others);
+    int distance = 1;
+    for (int exchange = 1; exchange <= exchanges; ++exchange) {
+      std::vector<Passage> passages;
+      for (; distance <= others * exchange / exchanges; ++distance) {
+        const int from = flight_.counterpart(distance);
+        passages.push_back(
+            {distance, flight_.counterpart(-distance), memory(plan_.own()), from, memory(plan_.of(from))});
+      }
+      flight_.exchange(passages);
     }
-    return all;
-  }
-  void spread() {
     flight_.spread(0, [&](int host) {
       const Chunk& chunk = plan_.of(flight_.layout().on_rail(host));
       return std::pair(flight_.inside().offset(chunk), flight_.inside().bytes(chunk));
@@ -298,8 +299,8 @@ class RailsScatter : public ScatterByRank {
         const Chunk& chunk = plan_.of(flight_.layout().on_rail(host));
         return std::pair(sum_offset(chunk), inside.bytes(chunk));
       });
+      flight_.inside().end_puts();
     }
-    flight_.inside().end_puts();
   }
 
   void wait_for_sum(const Chunk& chunk) override {
@@ -323,6 +324,10 @@ class RailsScatter : public ScatterByRank {
   void published(const Chunk& chunk) {
     if (chunk.rows > 0) --missing_[flight_.layout().host_of(chunk.owner)];
   }
+  // After the last put of the parts: what the stream that moves rows gets later, no slot has to wait for.
+  void end_puts() {
+    if (!all_ && !std::exchange(has_ended_, true)) flight_.inside().end_puts();
+  }
   // Sums the parts of the rail's rows on hosts whose parts are all published, and sends the sums. All ranks
   // do it host by host in this order, as a send ends only when its receive has begun.
   void pass_on() {
@@ -334,14 +339,13 @@ class RailsScatter : public ScatterByRank {
       const auto moving = inside.streams().on_moving();
       const Chunk& theirs = plan_.of(to);
       if (theirs.rows > 0) {
-        for (int step = 1; step < inside.world_size(); ++step) {
-          flight_.inside().await(inside.peer_at(step), {host, 1});
-        }
+        flight_.inside().follow_all({host, 1});
         sum_of_host(host);
       }
       flight_.exchange({{next_, to, inside.view(summed(host), theirs), from,
                          inside.view(arriving(flight_.after(-next_)), plan_.own())}});
     }
+    if (std::ranges::all_of(missing_, [](int chunks) { return chunks == 0; })) end_puts();
   }
   // Sums the parts of the rail's rows on that host, on the current stream.
   void sum_of_host(int host) {
@@ -373,6 +377,7 @@ class RailsScatter : public ScatterByRank {
   int64_t part_bytes_;
   RailsFlight flight_;
   std::vector<int> missing_;  // chunks of a host's rows that are not published
+  bool has_ended_ = false;    // its puts
   int next_ = 1;              // the next host to send a sum to, in hosts after this rank's
 };
 
