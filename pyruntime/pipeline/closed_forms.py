@@ -36,10 +36,10 @@ def bubble_zb_h1(ranks: int, forward: float, backward_input: float, backward_wei
 
 def closed_form_bubble(schedule: Schedule, costs: Costs) -> float | None:
     """Seconds that every rank of `schedule` idles, by the formula of its kind. None if the kind has none, if
-    costs are tables, or if messages take time."""
+    costs are tables, if messages take time, or if micro-batches skip stages."""
     seconds = (costs.forward, costs.backward_input, costs.backward_weight)
     numbers = [float(part) for part in seconds if isinstance(part, (int, float))]
-    if costs.transfer or len(numbers) < len(seconds):
+    if costs.transfer or len(numbers) < len(seconds) or schedule.paths:
         return None
     forward, of_input, of_weight = numbers
     ranks, virtual = schedule.ranks, schedule.stages // schedule.ranks

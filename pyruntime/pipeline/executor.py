@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ from pyruntime.comm.channel import Channels
 from pyruntime.comm.exchange import first_line
 from pyruntime.comm.ranges import marked
 from pyruntime.nn.weight_sinks import AddedToGrad
-from pyruntime.pipeline.actions import Action, Kind, Schedule, with_transfers
+from pyruntime.pipeline.actions import Action, Kind, Route, Schedule, with_transfers
 from pyruntime.pipeline.carry import Carry
 from pyruntime.pipeline.validate import check
 from pyruntime.pipeline.weight_gradients import Deferred, WeightGradients
@@ -46,8 +46,9 @@ class Pipeline:
 
     Args:
         schedule: a schedule for as many ranks as `group` has.
-        stages: this rank's stages, by number. A stage is called with the output of the previous stage, the
-            first one with the inputs of `step`; where sequences are sliced, also with a `Carry`.
+        stages: this rank's stages, by number. A stage is called with the output of the stage that the
+            micro-batch visited before, the first one with the inputs of `step`; where sequences are sliced,
+            also with a `Carry`.
         group: the pipeline's ranks, in the schedule's order.
         shapes: shapes of the tensors that travel between stages for a micro-batch, one for each slice; all
             with the same last dimension.
@@ -101,11 +102,12 @@ class Pipeline:
         self._is_broken = False
         most = max(math.prod(shape[:-1]) for shape in self._shapes)
         edges = [
-            (rank, schedule.peer(action))
+            (rank, schedule.route.peer(action))
             for rank, actions in enumerate(schedule.actions)
             for action in actions
             if action.kind.is_send
         ]
+        edges += [ends for ends in pairwise(schedule.placement) if ends[0] != ends[1]]  # of `evaluate`
         self._channels = Channels(group, "pp", edges, most, self._shapes[0][-1], dtype, device, wire)
         self._gradients = gradients
         self._actions = schedule.actions[self._rank]
@@ -134,7 +136,7 @@ class Pipeline:
         returns another shape than `shapes` says; CommTimeout or PeerLost if another stage does not answer.
         """
         with self._taker.passes():
-            run = _StepState(self._shapes, options)
+            run = _StepState(self._shapes, options, self.schedule.route)
             return self._run(self._actions, self.schedule.micro_batches, run, inputs, loss)
 
     def evaluate(
@@ -144,12 +146,13 @@ class Pipeline:
         shapes: Shapes | None = None,
         options: Options = (),
     ) -> list[list[Tensor]]:
-        """Runs only forward passes, for as many micro-batches as `inputs` has (the same number on every
-        rank; 1 for None), in order. shapes: shapes of these tensors if smaller than the pipeline's. The rest
-        is as in `step`."""
+        """Runs only forward passes, through all stages, for as many micro-batches as `inputs` has (the same
+        number on every rank; 1 for None), in order. shapes: shapes of these tensors if smaller than the
+        pipeline's. The rest is as in `step`."""
         micro_batches = 1 if inputs is None else len(inputs)
         actions = self._forwards(micro_batches)
-        return self._run(actions, micro_batches, _StepState(shapes or self._shapes, options), inputs, loss)
+        run = _StepState(shapes or self._shapes, options, Route(self.schedule.placement))
+        return self._run(actions, micro_batches, run, inputs, loss)
 
     def _forwards(self, micro_batches: int) -> Sequence[Action]:
         """Returns this rank's actions without backward passes."""
@@ -171,7 +174,7 @@ class Pipeline:
             self._channels.note_failed_pass()
             raise
         self._is_broken = True  # until the end: a step that fails leaves messages in the channels
-        self._expect(actions, run.shapes)
+        self._expect(actions, run)
         losses: list[list[Tensor]] = [[] for _ in range(micro_batches)]
         for action in actions:
             what = f"pp {action.kind.value} of stage {action.stage}, micro-batch"
@@ -209,12 +212,12 @@ class Pipeline:
         if options and len(options) != micro_batches:
             raise ValueError(f"options= is for {len(options)} micro-batches, but there are {micro_batches}.")
 
-    def _expect(self, actions: Sequence[Action], shapes: Shapes) -> None:
+    def _expect(self, actions: Sequence[Action], run: _StepState) -> None:
         coming: dict[int, list[int]] = {}
         for action in actions:
             if action.kind.is_receive:
-                rows = math.prod(shapes[action.slice][:-1])
-                coming.setdefault(self.schedule.peer(action), []).append(rows)
+                rows = math.prod(run.shapes[action.slice][:-1])
+                coming.setdefault(run.route.peer(action), []).append(rows)
         for sender, rows_of in coming.items():
             self._channels.expect(sender, rows_of)
 
@@ -223,12 +226,12 @@ class Pipeline:
         self._weights.last = action in self._last_gemms
         match action.kind:
             case Kind.RECEIVE_ACTIVATION:
-                x = self._channels.receive(self.schedule.peer(action))
+                x = self._channels.receive(run.route.peer(action))
                 run.inputs[key] = x.view(run.shapes[action.slice])
             case Kind.RECEIVE_GRADIENT:
-                run.gradients[key] = self._channels.receive(self.schedule.peer(action))
+                run.gradients[key] = self._channels.receive(run.route.peer(action))
             case Kind.SEND_ACTIVATION | Kind.SEND_GRADIENT:
-                self._channels.send(self.schedule.peer(action), run.outgoing.pop(action))
+                self._channels.send(run.route.peer(action), run.outgoing.pop(action))
             case Kind.FORWARD:
                 self._forward(action, run, inputs, loss, losses)
             case Kind.BACKWARD:
@@ -245,14 +248,15 @@ class Pipeline:
         x = inputs[micro_batch][part] if stage == 0 else run.inputs.pop(key).requires_grad_()
         carries = [run.carry(stage, micro_batch).begin(part)] if self.schedule.slices > 1 else []
         y = self._stages[stage](x, *carries, **(run.options[micro_batch] if run.options else {}))
-        if stage + 1 == self.schedule.stages:
+        after = run.route.after(stage, micro_batch)
+        if after is None:
             assert loss is not None  # _check_given
             y = loss(y, micro_batch, part)
             losses[micro_batch].append(y.detach())
         else:
             _check_shape(action, run.shapes[part], x, y)
-            if self.schedule.placement[stage + 1] == self._rank:
-                run.inputs[stage + 1, micro_batch, part] = y.detach()
+            if self.schedule.placement[after] == self._rank:
+                run.inputs[after, micro_batch, part] = y.detach()
             else:
                 run.outgoing[action.as_kind(Kind.SEND_ACTIVATION)] = y.detach()
         run.done[key] = (x if stage > 0 else None, y)
@@ -262,7 +266,7 @@ class Pipeline:
         x, y = run.done.pop(key)
         roots: list[Tensor] = [y]
         gradients: list[Tensor | None] = [None]
-        if stage + 1 < self.schedule.stages:
+        if run.route.after(stage, micro_batch) is not None:
             gradients = [run.gradients.pop(key).view(y.shape)]
         elif self._grad_scale is not None:
             gradients = [torch.full_like(y, self._grad_scale)]
@@ -278,8 +282,10 @@ class Pipeline:
         if x is None:
             return
         gradient, x.grad = x.grad, None
-        if self.schedule.placement[stage - 1] == self._rank:
-            run.gradients[stage - 1, micro_batch, part] = gradient
+        before = run.route.before(stage, micro_batch)
+        assert before is not None  # only stage 0 has no input to differentiate
+        if self.schedule.placement[before] == self._rank:
+            run.gradients[before, micro_batch, part] = gradient
         else:
             run.outgoing[action.as_kind(Kind.SEND_GRADIENT)] = gradient
 
@@ -303,8 +309,8 @@ def _last_of_stages(actions: Sequence[Action], *kinds: Kind) -> frozenset[Action
 class _StepState:
     """Tensors that a step keeps between its actions, by (stage, micro-batch, slice)."""
 
-    def __init__(self, shapes: Shapes, options: Options) -> None:
-        self.shapes, self.options = shapes, options
+    def __init__(self, shapes: Shapes, options: Options, route: Route) -> None:
+        self.shapes, self.options, self.route = shapes, options, route
         self.inputs: dict[tuple, Tensor] = {}
         self.gradients: dict[tuple, Tensor] = {}
         self.outgoing: dict[Action, Tensor] = {}

@@ -107,7 +107,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
     def time(rank: int, action: Action) -> None:
         if action.kind.is_send:
-            arrival[action.counterpart] = clocks[rank] + costs.transfer
+            arrival[schedule.route.other_end(action)] = clocks[rank] + costs.transfer
         elif action.kind.is_receive:
             clocks[rank] = max(clocks[rank], arrival[action])
         else:

@@ -7,7 +7,10 @@ A header line, then one line a rank with its actions in order::
     F1.0,B1.0,F1.1,B1.1
 
 F1.0 is the forward of stage 1 for micro-batch 0, F1.0/2 that of its slice 2. B is a backward, I and W are its
-two halves. `placement` is the rank of each stage. Sends and receives (SA, RA, SG, RG) may be left out.
+two halves. `placement` is the rank of each stage. Sends and receives (SA, RA, SG, RG) may be left out. If
+micro-batches skip stages, the header goes on with the stages that each visits, in order::
+
+    kind,1f1b,micro_batches,2,slices,1,placement,0 1 2,paths,0-1-2 0-2
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import re
 from pyruntime.pipeline.actions import Action, Kind, Schedule, with_transfers
 
 NAMES = ("kind", "micro_batches", "slices", "placement")
-"""Every second cell of the header."""
+"""Every second cell of the header; PATHS may follow."""
+PATHS = "paths"
 CELL = re.compile(r"([A-Z]+)([0-9]+)\.([0-9]+)(?:/([0-9]+))?")
 KINDS = {kind.value: kind for kind in Kind}
 
@@ -30,13 +34,16 @@ def to_csv(schedule: Schedule) -> str:
     Sends and receives are left out if they stand where `with_transfers` would put them.
     """
     actions = tuple(tuple(action for action in own if action.kind.is_compute) for own in schedule.actions)
-    if with_transfers(actions, schedule.placement) != schedule.actions:
+    if with_transfers(actions, schedule.placement, schedule.paths) != schedule.actions:
         actions = schedule.actions
     placement = " ".join(map(str, schedule.placement))
     values = (schedule.kind, schedule.micro_batches, schedule.slices, placement)
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow(cell for pair in zip(NAMES, values, strict=True) for cell in pair)
+    header = [cell for pair in zip(NAMES, values, strict=True) for cell in pair]
+    if schedule.paths:
+        header += [PATHS, " ".join("-".join(map(str, path)) for path in schedule.paths)]
+    writer.writerow(header)
     writer.writerows(map(str, own) for own in actions)
     return lines.getvalue()
 
@@ -53,7 +60,7 @@ def from_csv(text: str) -> Schedule:
         raise ValueError(
             f"The table is empty; its first line must be {','.join(NAMES)}, each with its value."
         )
-    kind, micro_batches, slices, placement = _header(rows[0])
+    kind, micro_batches, slices, placement, paths = _header(rows[0])
     ranks = max(placement) + 1
     lines = rows[1:]
     while len(lines) > ranks and not any(cell.strip() for cell in lines[-1]):
@@ -72,8 +79,8 @@ def from_csv(text: str) -> Schedule:
         for number, line in enumerate(lines, start=2)
     )
     if all(action.kind.is_compute for own in actions for action in own):
-        actions = with_transfers(actions, placement)
-    return Schedule(kind, micro_batches, slices, placement, actions)
+        actions = with_transfers(actions, placement, paths)
+    return Schedule(kind, micro_batches, slices, placement, actions, paths)
 
 
 def _rows(text: str) -> list[list[str]]:
@@ -83,17 +90,18 @@ def _rows(text: str) -> list[list[str]]:
         raise ValueError(f"The table is not CSV: {error}.") from error
 
 
-def _header(cells: list[str]) -> tuple[str, int, int, tuple[int, ...]]:
+def _header(cells: list[str]) -> tuple[str, int, int, tuple[int, ...], tuple[tuple[int, ...], ...]]:
     stripped = [cell.strip() for cell in cells]
     while len(stripped) > 2 * len(NAMES) and not stripped[-1]:
         stripped.pop()
-    for index, name in enumerate(NAMES):
+    names = (*NAMES, PATHS) if len(stripped) > 2 * len(NAMES) else NAMES
+    for index, name in enumerate(names):
         found = stripped[2 * index] if 2 * index < len(stripped) else ""
         if found != name:
             raise ValueError(f"line 1, cell {2 * index + 1}: expected {name}, found {_shown(found)}.")
-    if len(stripped) != 2 * len(NAMES):
-        raise ValueError(f"line 1: expected {2 * len(NAMES)} cells, found {len(stripped)}.")
-    _, micro_batches, slices, placement = stripped[1::2]
+    if len(stripped) != 2 * len(names):
+        raise ValueError(f"line 1: expected {2 * len(names)} cells, found {len(stripped)}.")
+    _, micro_batches, slices, placement, *paths = stripped[1::2]
     stages = placement.split()
     if not stages:
         raise ValueError("line 1, cell 8: expected the rank of each stage, found nothing; write e.g. 0 1.")
@@ -102,6 +110,11 @@ def _header(cells: list[str]) -> tuple[str, int, int, tuple[int, ...]]:
         _number(micro_batches, "line 1, cell 4"),
         _number(slices, "line 1, cell 6"),
         tuple(_number(rank, "line 1, cell 8") for rank in stages),
+        tuple(
+            tuple(_number(stage, "line 1, cell 10") for stage in path.split("-"))
+            for each in paths
+            for path in each.split()
+        ),
     )
 
 

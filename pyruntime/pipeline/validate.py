@@ -6,7 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
-from pyruntime.pipeline.actions import Action, Kind, Schedule, check_units, received_before, sent_after
+from pyruntime.pipeline.actions import Action, Kind, Schedule, check_units
 
 
 class ScheduleError(ValueError):
@@ -22,9 +22,10 @@ def check(
 ) -> None:
     """Raises ScheduleError, one sentence, for the first error in `schedule`.
 
-    Every slice of every micro-batch must go once forward and once backward through every stage, on the rank
-    of that stage. It must be sent and received exactly where neighbouring stages are on different ranks.
-    No order of events may leave ranks waiting for each other.
+    Every slice of every micro-batch must go once forward and once backward through every stage on its path,
+    on the rank of that stage. It must be sent and received exactly where stages that follow each other on the
+    path are on different ranks. No order of events may leave ranks waiting for each other. A path begins at
+    the first stage, ends at the last, and visits none twice; every stage is on one.
 
     most_in_flight: bound on `schedule.peak_in_flight(rank)` by rank, in forwards of a stage for one slice.
     channel_capacity: the number of messages from one rank to another that may be sent and not yet received;
@@ -34,6 +35,7 @@ def check(
     if channel_capacity < 1:
         raise ValueError(f"channel_capacity must be at least 1, found {channel_capacity}.")
     _check_sizes(schedule)
+    _check_paths(schedule)
     for rank in range(schedule.ranks):
         _check_actions(schedule, rank)
     _check_weights_last(schedule)
@@ -57,15 +59,38 @@ def _check_sizes(schedule: Schedule) -> None:
         _require(rank in schedule.placement, f"No stage is placed on rank {rank}.")
 
 
+def _check_paths(schedule: Schedule) -> None:
+    paths, last = schedule.paths, schedule.stages - 1
+    if not paths:
+        return
+    _require(
+        len(paths) == schedule.micro_batches,
+        f"There are paths of {len(paths)} micro-batches, but {schedule.micro_batches} micro-batches.",
+    )
+    for number, path in enumerate(paths):
+        words = f"Micro-batch {number} visits the stages {list(path)}"
+        _require(
+            bool(path) and path[0] == 0 and path[-1] == last,
+            f"{words}; a path begins at stage 0 and ends at stage {last}.",
+        )
+        strange = [stage for stage in path if not 0 <= stage <= last]
+        _require(not strange, f"{words}, but there is no stage {strange[0] if strange else ''}.")
+        _require(len(set(path)) == len(path), f"{words}, one of them twice.")
+    for stage in range(schedule.stages):
+        _require(schedule.visits(stage) > 0, f"No micro-batch visits stage {stage}.")
+
+
 def _check_actions(schedule: Schedule, rank: int) -> None:
     """Checks that `rank` runs exactly the actions that its stages need, each once."""
-    found = Counter(schedule.actions[rank])
+    found, route = Counter(schedule.actions[rank]), schedule.route
     for action, times in found.items():
         _check_place(schedule, rank, action)
         _require(times == 1, f"Rank {rank} runs {action} {times} times.")
     slices = product(schedule.stages_of(rank), range(schedule.micro_batches), range(schedule.slices))
     wanted: set[Action] = set()
     for one in slices:
+        if one[0] not in schedule.path(one[1]):
+            continue
         whole, of_input, of_weight = (
             Action(kind, *one) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         )
@@ -76,7 +101,7 @@ def _check_actions(schedule: Schedule, rank: int) -> None:
         )
         computes = (Action(Kind.FORWARD, *one), *((of_input, of_weight) if halves else (whole,)))
         for compute in computes:
-            send, receive = (find(compute, schedule.placement) for find in (sent_after, received_before))
+            send, receive = (find(compute) for find in (route.sent_after, route.received_before))
             wanted.update(action for action in (receive, compute, send) if action is not None)
     _check_same(rank, wanted, found)
 
@@ -95,6 +120,10 @@ def _check_place(schedule: Schedule, rank: int, action: Action) -> None:
         )
     owner = schedule.placement[action.stage]
     _require(owner == rank, f"Rank {rank} runs {action}, but stage {action.stage} is on rank {owner}.")
+    _require(
+        action.stage in schedule.path(action.micro_batch),
+        f"Rank {rank} runs {action}, but micro-batch {action.micro_batch} skips stage {action.stage}.",
+    )
 
 
 def _check_same(rank: int, wanted: set[Action], found: Counter[Action]) -> None:
@@ -135,9 +164,9 @@ def _check_order_of_messages(schedule: Schedule) -> None:
         for action in actions:
             if action.kind.is_compute:
                 continue
-            other = schedule.peer(action)
+            other = schedule.route.peer(action)
             if action.kind.is_send:
-                sent[rank, other].append(action.counterpart)
+                sent[rank, other].append(schedule.route.other_end(action))
             else:
                 received[other, rank].append(action)
     for (source, to), order in sent.items():
@@ -145,7 +174,7 @@ def _check_order_of_messages(schedule: Schedule) -> None:
             _require(
                 expected == receive,
                 f"Rank {to} receives {receive}, but the next message from rank {source} is "
-                f"{expected.counterpart}.",
+                f"{schedule.route.other_end(expected)}.",
             )
 
 
@@ -166,7 +195,7 @@ class _Execution:
     def __init__(
         self, schedule: Schedule, channel_capacity: int, on_action: Callable[[int, Action], None]
     ) -> None:
-        self.schedule = schedule
+        self.schedule, self.route = schedule, schedule.route
         self.channel_capacity = channel_capacity
         self.on_action = on_action
         self.next = [0] * schedule.ranks
@@ -196,14 +225,14 @@ class _Execution:
             if action.kind.is_send:
                 self._channel(action).append(action)
             elif action.kind.is_receive:
-                self._channel(action.counterpart).popleft()
+                self._channel(self.route.other_end(action)).popleft()
             self.done.add(action)
             self.next[rank] += 1
             self.on_action(rank, action)
         return self.next[rank] - start
 
     def _channel(self, send: Action) -> deque[Action]:
-        return self.channels[self.schedule.placement[send.stage], self.schedule.peer(send)]
+        return self.channels[self.schedule.placement[send.stage], self.route.peer(send)]
 
     def _wait(self, rank: int, action: Action) -> tuple[str, int] | None:
         """Returns what `rank` must wait for before `action`, and the rank that ends the wait; else None."""
@@ -213,7 +242,7 @@ class _Execution:
                 whose = "its own" if owner == rank else f"rank {owner} to run"
                 return f"{whose} {need}", owner
         if action.kind.is_send:
-            to = self.schedule.peer(action)
+            to = self.route.peer(action)
             channel = self._channel(action)
             if len(channel) >= self.channel_capacity:
                 return f"rank {to} to receive {channel[0]}", to
@@ -222,25 +251,27 @@ class _Execution:
     def _needs(self, action: Action) -> Iterator[Action]:
         """Yields the actions that must have run before `action`."""
         stage, micro_batch, part = action.stage, action.micro_batch, action.slice
-        receive = received_before(action, self.schedule.placement)
+        receive = self.route.received_before(action)
         if receive is not None:
             yield receive
         match action.kind:
             case Kind.RECEIVE_ACTIVATION | Kind.RECEIVE_GRADIENT:
-                yield action.counterpart
+                yield self.route.other_end(action)
             case Kind.SEND_ACTIVATION:
                 yield action.as_kind(Kind.FORWARD)
             case Kind.SEND_GRADIENT | Kind.BACKWARD_WEIGHT:
                 yield self._backward(stage, micro_batch, part)
             case Kind.FORWARD:
-                if receive is None and stage > 0:
-                    yield Action(Kind.FORWARD, stage - 1, micro_batch, part)
+                before = self.route.before(stage, micro_batch)
+                if receive is None and before is not None:
+                    yield Action(Kind.FORWARD, before, micro_batch, part)
                 if part > 0:
                     yield Action(Kind.FORWARD, stage, micro_batch, part - 1)
             case Kind.BACKWARD | Kind.BACKWARD_INPUT:
                 yield action.as_kind(Kind.FORWARD)
-                if receive is None and stage + 1 < self.schedule.stages:
-                    yield self._backward(stage + 1, micro_batch, part)
+                after = self.route.after(stage, micro_batch)
+                if receive is None and after is not None:
+                    yield self._backward(after, micro_batch, part)
                 if part + 1 < self.schedule.slices:
                     yield self._backward(stage, micro_batch, part + 1)
 

@@ -88,7 +88,7 @@ def schedules(ranks: int):
 def test_no_schedule_deadlocks(ranks, monkeypatch):
     for schedule in schedules(ranks):
         edges = {
-            (rank, schedule.peer(action))
+            (rank, schedule.route.peer(action))
             for rank, actions in enumerate(schedule.actions)
             for action in actions
             if action.kind.is_send
