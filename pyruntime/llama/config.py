@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pyruntime.choices import LORA_ATTENTION
@@ -282,7 +282,9 @@ class LlamaConfig:
         shapes = self.linear_shapes()
         return self.num_hidden_layers * rank * sum(sum(shapes[name]) for name in targets)
 
-    def flops_per_token(self, seq_len: int, *, training: bool = True, adapters: int = 0) -> int:
+    def flops_per_token(
+        self, seq_len: int, *, training: bool = True, adapters: int = 0, shares: Sequence[float] = ()
+    ) -> int:
         """Model FLOPs per token of a sequence of `seq_len` tokens, as MFU counts them.
 
         The forward pass; a multiply-add counts as two, and only the needed half of causal attention counts::
@@ -293,13 +295,14 @@ class LlamaConfig:
         window of W < seq_len keys seq_len / 2 becomes W - W^2 / (2 seq_len). Of experts those count that a
         token goes to, of width F each, the shared one and the router. Training is three times that: the
         backward pass has two GEMMs for each of the forward's. Recomputation, norms and element-wise
-        operations do not count. adapters: parameters of low-rank adapters, if only these train: then the
-        weights have no gradient, and the backward pass has one GEMM for each of theirs.
+        operations do not count. adapters: parameters of low-rank adapters that a token meets, if only these
+        train: then the weights have no gradient, and the backward pass has one GEMM for each of theirs.
+        shares: the share of the tokens that goes through each layer; empty: all go through all.
         """
-        layers = sum(self.layer_matmul_parameters(n, used=True) for n in range(self.num_hidden_layers))
-        matmul = 2 * (layers + self.vocab_size * self.hidden_size)
-        windows = [self.window_of(n) for n in range(self.num_hidden_layers)]
-        seen = sum(2 * keys_seen(seq_len, window) for window in windows)
+        of_layers = list(enumerate(shares or (1,) * self.num_hidden_layers))
+        layers = sum(share * self.layer_matmul_parameters(n, used=True) for n, share in of_layers)
+        matmul = 2 * (int(layers) + self.vocab_size * self.hidden_size)
+        seen = sum(share * 2 * keys_seen(seq_len, self.window_of(n)) for n, share in of_layers)
         attention = int(seen * self.num_attention_heads * (self.head_dim + self.value_dim))
         whole = (matmul + attention) * (3 if training else 1)
         return whole - matmul + 6 * adapters if training and adapters else whole

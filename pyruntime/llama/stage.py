@@ -71,13 +71,26 @@ class LlamaStage(nn.Module):
         return model.loss(x, labels, count)
 
 
-def layers_of_stages(config: LlamaConfig, stages: int) -> list[range]:
+def layers_of_stages(config: LlamaConfig, stages: int, shares: Sequence[float] = ()) -> list[range]:
     """Returns the layers of each stage such that the costliest stage costs least, by the GEMMs of a token in
-    layers and head. Raises ValueError if there are fewer layers than stages."""
+    layers and head. shares: see `split_layers`. Raises ValueError if there are fewer layers than stages."""
+    layers, head = _costs(config)
+    return split_layers(layers, stages, last=head, shares=shares)
+
+
+def costs_of_stages(config: LlamaConfig, layers: Sequence[range]) -> list[float]:
+    """Returns the cost of a micro-batch in each stage that has these layers, in those of the last layer."""
+    costs, head = _costs(config)
+    of_stages = [sum(costs[number] for number in own) for own in layers]
+    return [*of_stages[:-1], of_stages[-1] + head]
+
+
+def _costs(config: LlamaConfig) -> tuple[list[float], float]:
+    """Returns the costs of every layer and of the head, by the GEMMs of a token, in those of the last
+    layer."""
     numbers = range(config.num_hidden_layers)
     costs = [config.layer_matmul_parameters(number, used=True) for number in numbers]
-    head = config.hidden_size * config.vocab_size / costs[-1]
-    return split_layers([cost / costs[-1] for cost in costs], stages, last=head)
+    return [cost / costs[-1] for cost in costs], config.hidden_size * config.vocab_size / costs[-1]
 
 
 def part_of_layers(config: LlamaConfig, runs: Sequence[Sequence[int]]) -> ModelPart:

@@ -2,8 +2,8 @@
 
 Sources: GPipe arXiv 1811.06965; 1F1B and interleaved 1F1B arXiv 2104.04473 (Megatron-LM); ZB-H1
 arXiv 2401.10241 (zero bubble); ZB-V arXiv 2405.15362 (V schedules); TeraPipe arXiv 2102.07988; Seq1F1B
-arXiv 2406.03488. In all but TeraPipe a stage adds the weight gradients of the micro-batches in ascending
-order, so their sums are the same to the last bit.
+arXiv 2406.03488; SkipPipe arXiv 2502.19913. In all but TeraPipe and SkipPipe a stage adds the weight
+gradients of the micro-batches in ascending order, so their sums are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -14,13 +14,22 @@ from itertools import product
 
 from pyruntime.choices import SLICED_KINDS, PipelineKind, values
 from pyruntime.pipeline.actions import Action, Kind, Schedule, check_units, with_transfers
+from pyruntime.pipeline.simulated import Costs, simulate
+from pyruntime.pipeline.skipping import best_paths, check_skip, list_schedule
 from pyruntime.pipeline.v_schedule import zb_v
 
 KINDS = values(PipelineKind)
 
 
 def make_schedule(
-    kind: str, ranks: int, micro_batches: int, *, virtual: int = 1, slices: int = 1
+    kind: str,
+    ranks: int,
+    micro_batches: int,
+    *,
+    virtual: int = 1,
+    slices: int = 1,
+    skip: int = 0,
+    costs: Costs | None = None,
 ) -> Schedule:
     """Returns the schedule `kind`, one of KINDS, for one step of `micro_batches` over `ranks` ranks.
 
@@ -28,10 +37,15 @@ def make_schedule(
     r and 2 ranks - 1 - r; the other kinds have one.
     slices: parts that each sequence is cut into, for "terapipe" and "seq1f1b". Slices go backward from last
     to first, because the gradients of a slice's keys and values come from the slices after it.
+    skip: stages that every micro-batch leaves out, for "1f1b" (`pyruntime.pipeline.skipping`); rank r then
+    stores at most ranks - r micro-batches, as without. costs: seconds of the stages, for which the order is
+    the best that was found; None: all the same, and a backward twice a forward.
 
     Raises ValueError for an unknown kind and for numbers that the kind has no schedule for.
     """
-    placement = placement_of(kind, ranks, micro_batches, virtual=virtual, slices=slices)
+    placement = placement_of(kind, ranks, micro_batches, virtual=virtual, slices=slices, skip=skip)
+    if skip:
+        return _skipping(placement, micro_batches, skip, costs or Costs())
     match kind:
         case "gpipe":
             computes = [_all_forwards_first(rank, micro_batches) for rank in range(ranks)]
@@ -51,13 +65,35 @@ def make_schedule(
     return Schedule(kind, micro_batches, slices, placement, with_transfers(computes, placement))
 
 
+def _skipping(placement: tuple[int, ...], micro_batches: int, skip: int, costs: Costs) -> Schedule:
+    most_stored = [len(placement) - rank for rank in placement]
+    paths = best_paths(placement, micro_batches, skip, costs, most_stored)
+    made = list_schedule(placement, paths, costs, most_stored)
+    assert made is not None
+    computes, seconds = made
+    whole = simulate(make_schedule("1f1b", len(placement), micro_batches), costs).makespan
+    if seconds >= whole:
+        raise ValueError(
+            f"skip={skip} does not shorten a step: {seconds:g} s, and {whole:g} s through all stages; "
+            "leave it at 0."
+        )
+    return Schedule("1f1b", micro_batches, 1, placement, with_transfers(computes, placement, paths), paths)
+
+
 def placement_of(
-    kind: str, ranks: int, micro_batches: int, *, virtual: int = 1, slices: int = 1
+    kind: str, ranks: int, micro_batches: int, *, virtual: int = 1, slices: int = 1, skip: int = 0
 ) -> tuple[int, ...]:
     """Returns the rank of each stage of that schedule, without making its actions, which may be millions.
 
     Raises ValueError as `make_schedule` does."""
     _check(kind, ranks, micro_batches, virtual, slices)
+    if skip:
+        if kind != "1f1b":
+            raise ValueError(
+                f"{kind} takes every micro-batch through all stages, so skip={skip} is not possible; leave "
+                "it at 0, or use 1f1b."
+            )
+        check_skip(ranks, micro_batches, skip)
     if kind == "zb-v":
         return (*range(ranks), *reversed(range(ranks)))
     return tuple(rank for _ in range(virtual) for rank in range(ranks))

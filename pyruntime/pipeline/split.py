@@ -8,28 +8,37 @@ from itertools import accumulate
 
 
 def split_layers(
-    costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0
+    costs: Sequence[float],
+    stages: int,
+    *,
+    first: float = 0.0,
+    last: float = 0.0,
+    shares: Sequence[float] = (),
 ) -> list[range]:
     """Cuts the layers, in order, into `stages` ranges such that the costliest range costs least. Of several
     such cuts it returns the one whose earlier stages hold more layers.
 
     costs: the cost of each layer, in any unit. first, last: cost of the first and the last stage beside their
         layers (embedding; norm, head and loss).
+    shares: share of the micro-batches that visits each stage, which multiplies its cost; empty: all.
 
     Raises ValueError if there are fewer layers than stages.
     """
-    return list(_split(tuple(costs), stages, first, last))
+    return list(_split(tuple(costs), stages, first, last, tuple(shares) or (1.0,) * stages))
 
 
 @functools.lru_cache(maxsize=1024)  # a search of meshes asks for the same cuts thousands of times
-def _split(costs: tuple[float, ...], stages: int, first: float, last: float) -> tuple[range, ...]:
+def _split(
+    costs: tuple[float, ...], stages: int, first: float, last: float, shares: tuple[float, ...]
+) -> tuple[range, ...]:
     layers = len(costs)
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot be cut into {stages} stages; use 1 to {layers}.")
     total = list(accumulate(costs, initial=0.0))
 
     def of_stage(begin: int, end: int, stage: int) -> float:
-        return total[end] - total[begin] + first * (stage == 0) + last * (stage == stages - 1)
+        whole = total[end] - total[begin] + first * (stage == 0) + last * (stage == stages - 1)
+        return shares[stage] * whole
 
     # cuts[stage][end]: the best cut of layers 0 .. end - 1 into stages 0 .. stage: the cost of its costliest
     # stage, and minus the layer at which its last stage begins.

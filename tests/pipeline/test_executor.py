@@ -19,8 +19,11 @@ from pyruntime.llama.mixture import Mixture
 from pyruntime.llama.model import ModelPart
 from pyruntime.llama.presets import preset
 from pyruntime.llama.stage import LlamaStage
+from pyruntime.pipeline.actions import Schedule, with_transfers
 from pyruntime.pipeline.executor import Pipeline
 from pyruntime.pipeline.schedules import make_schedule
+from pyruntime.pipeline.simulated import Costs
+from pyruntime.pipeline.skipping import list_schedule
 from pyruntime.pipeline.split import split_layers
 from pyruntime.pipeline.weight_gradients import WeightGradients
 from tests.ranks import without_processes
@@ -140,6 +143,70 @@ def test_interleaved_stages_equal_the_whole_model(ranks, world, virtual, micro_b
 @pytest.mark.parametrize(("world", "micro_batches"), [(2, 3), (2, 8), (3, 6)])
 def test_v_placed_stages_equal_the_whole_model(ranks, world, micro_batches):
     check(ranks.run(piped, world, "symmetric_memory", "zb-v", micro_batches, 1), micro_batches)
+
+
+STAGES_LAYERS = [range(1), range(1, 3), range(3, 6), range(6, 7)]
+PATHS = {
+    "skipped": ((0, 1, 3), (0, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 3)),
+    "exchanged": ((0, 2, 1, 3), (0, 1, 3), (0, 1, 2, 3), (0, 2, 3), (0, 2, 1, 3)),
+}
+
+
+def skipping(group, transport, paths):
+    """Losses of two steps and of an evaluation, and the gradients by layer and name."""
+    take(group, transport)
+    stages = range(len(STAGES_LAYERS))
+    computes, _ = list_schedule(stages, paths, Costs(), [4] * 4)
+    actions = with_transfers(computes, stages, paths)
+    schedule = Schedule("mine", len(paths), 1, tuple(stages), actions, paths)
+    own, mine = layers(), STAGES_LAYERS[group.rank()]
+    stage = nn.Sequential(*[own[index] for index in mine])
+    pipeline = Pipeline(
+        schedule, {group.rank(): stage}, group, shapes=[(BATCH, WIDTH)], dtype=torch.float64, scale_grads=True
+    )
+    inputs = [[x] for x in batches(len(paths))]
+    losses = pipeline.step(inputs, loss_of)
+    with torch.no_grad():
+        losses += pipeline.evaluate(inputs[:2], loss_of)
+    losses += pipeline.step(inputs, loss_of)
+    pipeline.close()
+    gradients = {f"{mine[int(name[0])]}{name[1:]}": p.grad for name, p in stage.named_parameters()}
+    return [float(parts[0]) for parts in losses], gradients
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("paths", PATHS)
+def test_micro_batches_that_skip_or_exchange_stages_train_the_layers_that_they_meet(ranks, transport, paths):
+    """As one rank does that takes each micro-batch through the layers of its path; gradients are the mean
+    over all micro-batches. Evaluation goes through all layers."""
+    model, paths = layers(), PATHS[paths]
+    losses = []
+
+    def loss(number, path):
+        x = batches(len(paths))[number]
+        for index in (index for stage in path for index in STAGES_LAYERS[stage]):
+            x = model[index](x)
+        return loss_of(x, number, 0)
+
+    for step in range(2):
+        for number, path in enumerate(paths):
+            found = loss(number, path)
+            (found / len(paths)).backward()
+            losses.append(found.item())
+        if step == 0:
+            losses += [loss(number, range(4)).item() for number in range(2)]
+    results = ranks.run(skipping, 4, transport, paths)
+    assert results[3][0] == pytest.approx(losses, rel=1e-12)
+    found = {name: gradient for _, part in results for name, gradient in part.items()}
+    expected = {
+        f"{i}.{name}": p.grad for i, layer in enumerate(model) for name, p in layer.named_parameters()
+    }
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-11, atol=1e-12)
+    again = ranks.run(skipping, 4, transport, paths)
+    for (_, first), (_, second) in zip(results, again, strict=True):
+        assert all(torch.equal(gradient, second[name]) for name, gradient in first.items())
 
 
 @pytest.mark.parametrize("frozen", [range(4), range(2, 6), range(6)], ids=["first", "middle", "all but one"])

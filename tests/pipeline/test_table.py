@@ -20,6 +20,12 @@ def test_a_schedule_survives_its_table(kind):
         assert from_csv(to_csv(schedule)) == schedule
 
 
+def test_paths_survive_their_table():
+    for ranks, micro_batches, skip in ((4, 3, 1), (5, 4, 2), (6, 5, 1)):
+        schedule = make_schedule("1f1b", ranks, micro_batches, skip=skip)
+        assert from_csv(to_csv(schedule)) == schedule
+
+
 def test_the_table_reads_as_documented():
     schedule = make_schedule("1f1b", 2, 2)
     assert to_csv(schedule) == TABLE
@@ -50,7 +56,9 @@ def test_transfers_in_unusual_places_are_kept():
         ("batches,2", "batches,two", "line 1, cell 4: expected a number, found two."),
         ("placement,0 1", "placement,", "line 1, cell 8: expected the rank of each stage, found nothing;"),
         (",placement,0 1", "", "line 1, cell 7: expected placement, found nothing."),
-        ("0 1\n", "0 1,2\n", "line 1: expected 8 cells, found 9."),
+        ("0 1\n", "0 1,2\n", "line 1, cell 9: expected paths, found 2."),
+        ("0 1\n", "0 1,paths,0-1 0-x\n", "line 1, cell 10: expected a number, found x."),
+        ("0 1\n", "0 1,paths,0-1,2\n", "line 1: expected 10 cells, found 11."),
         ("0 1\n", "0 2\n", "stages are placed on 3 rank(s), but there are 2 line(s) of actions below it;"),
         (TABLE, "", "The table is empty; its first line must be kind,micro_batches,slices,placement,"),
     ],

@@ -88,6 +88,36 @@ def test_a_broken_schedule_is_refused_with_its_reason(kind, rank, change, senten
     says(changed(schedule, rank, change), sentence)
 
 
+@pytest.mark.parametrize(
+    ("paths", "sentence"),
+    [
+        (((0, 1, 3),), "There are paths of 1 micro-batches, but 2 micro-batches."),
+        (((0, 1, 3), (0, 2)), "visits the stages [0, 2]; a path begins at stage 0 and ends at stage 3."),
+        (((0, 1, 3), (1, 2, 3)), "Micro-batch 1 visits the stages [1, 2, 3]; a path begins at stage 0"),
+        (((0, 1, 3), (0, 7, 3)), "Micro-batch 1 visits the stages [0, 7, 3], but there is no stage 7."),
+        (((0, 1, 3), (0, 2, 2, 3)), "Micro-batch 1 visits the stages [0, 2, 2, 3], one of them twice."),
+        (((0, 1, 3), (0, 1, 3)), "No micro-batch visits stage 2."),
+        (((0, 2, 3), (0, 1, 3)), "Rank 1 runs RA1.0, but micro-batch 0 skips stage 1."),
+        (((0, 1, 3), (0, 1, 2, 3)), "Rank 1 never runs "),
+    ],
+)
+def test_paths_that_do_not_fit_are_refused(paths, sentence):
+    schedule = make_schedule("1f1b", 4, 2, skip=1)
+    assert schedule.paths == ((0, 1, 3), (0, 2, 3))
+    says(dataclasses.replace(schedule, paths=paths), sentence)
+
+
+def test_ranks_whose_micro_batches_cross_each_other_deadlock():
+    paths = ((0, 1, 2, 3), (0, 2, 1, 3))
+    own = [[Action(kind, stage, each) for kind in (F, B) for each in (0, 1)] for stage in (0, 3)]
+    crossed = [[Action(F, stage, first), Action(F, stage, 1 - first)] for stage, first in ((1, 1), (2, 0))]
+    for computes in crossed:
+        computes += [Action(B, computes[0].stage, each) for each in (0, 1)]
+    computes = [own[0], *crossed, own[1]]
+    schedule = Schedule("mine", 2, 1, (0, 1, 2, 3), with_transfers(computes, range(4), paths), paths)
+    says(schedule, "rank 1 waits at RA1.1 for rank 2 to run SA2.1, rank 2 waits at RA2.0 for rank 1 to run")
+
+
 def test_slices_depend_on_each_other():
     schedule = make_schedule("terapipe", 1, 1, slices=2)
     says(changed(schedule, 0, swap("F0.0", "F0.0/1")), "waits at F0.0/1 for its own F0.0.")
