@@ -17,7 +17,7 @@ from pyruntime.train.config import RunConfig, warmup_steps
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.planned import estimate
 from pyruntime.train.resolved import ResolvedRun, check
-from pyruntime.train.watching.heading import adapters_in_words
+from pyruntime.train.watching.heading import adapters_in_words, skipped_in_words
 
 GB = 1e9
 MOST_ACTIONS = 20_000
@@ -255,7 +255,7 @@ def _pipeline(run: ResolvedRun) -> str:
     count, slices = len(run.placement), len(run.slices)
     found = (
         f"pipeline  {run.config.pipeline.kind}: {count} stages on {run.mesh.pp} ranks, "
-        f"{run.micro_batches} micro-batches, {slices} slice(s)\n"
+        f"{run.micro_batches} micro-batches, {slices} slice(s){skipped_in_words(run)}\n"
         f"          layers of the ranks: {stages}"
     )
     # A lower bound of the actions, because making a larger schedule also takes long.

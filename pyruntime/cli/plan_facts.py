@@ -88,6 +88,8 @@ def settings(job: Job, mesh: Mesh) -> dict[str, dict[str, Any]]:
         sections["pipeline"] = {"kind": mesh.kind, "slices": mesh.slices}
         if mesh.kind == "interleaved":
             sections["pipeline"]["virtual"] = mesh.virtual
+        if mesh.skip:
+            sections["pipeline"]["skip"] = mesh.skip
         if mesh.layers:
             sections["pipeline"]["layers"] = list(mesh.layers)
     return sections

@@ -29,6 +29,8 @@ class ScheduleOptions:
     """Stages of each rank, for interleaved only; zb-v always has 2, the others 1."""
     slices: int = 1
     """Parts that each sequence is cut into, for terapipe and seq1f1b."""
+    skip: int = 0
+    """Stages between the first and the last that every micro-batch leaves out, for 1f1b."""
     forward: float = 1.0
     """Seconds of one stage's forward, for one slice of a micro-batch."""
     backward_input: float = 1.0
@@ -49,7 +51,7 @@ def main(argv: list[str]) -> None:
     options = parse(ScheduleOptions, argv, "schedule", DESCRIPTION)
     with refusing():
         costs = Costs(options.forward, options.backward_input, options.backward_weight, options.transfer)
-        schedule = _read(options) if options.from_csv else _make(options)
+        schedule = _read(options) if options.from_csv else _make(options, costs)
         pipeline.check(schedule)
         timeline = pipeline.simulate(schedule, costs)
     _write(options, schedule, timeline)
@@ -57,7 +59,7 @@ def main(argv: list[str]) -> None:
     print(_summary(timeline, pipeline.closed_form_bubble(schedule, costs)))
 
 
-def _make(options: ScheduleOptions) -> Schedule:
+def _make(options: ScheduleOptions, costs: Costs) -> Schedule:
     if options.stages < 1:
         raise ConfigError(f"--stages must be at least 1, found {options.stages}.")
     return pipeline.make_schedule(
@@ -66,11 +68,20 @@ def _make(options: ScheduleOptions) -> Schedule:
         options.micro_batches,
         virtual=options.virtual,
         slices=options.slices,
+        skip=options.skip,
+        costs=costs,
     )
 
 
 def _read(options: ScheduleOptions) -> Schedule:
-    for name in ("kind", "stages", "micro_batches", "virtual", "slices"):  # these say which schedule to make
+    for name in (
+        "kind",
+        "stages",
+        "micro_batches",
+        "virtual",
+        "slices",
+        "skip",
+    ):  # these say which schedule to make
         if getattr(options, name) != getattr(ScheduleOptions, name):
             raise ConfigError(
                 f"--{name} and --from_csv, whose file sets it, exclude each other; leave one out."
@@ -106,6 +117,9 @@ def _summary(timeline: Timeline, formula: float | None) -> str:
     ]
     if formula is not None:
         lines.append(f"closed form  {formula:g} s of bubble on every rank")
+    if schedule.paths:
+        paths = " ".join("-".join(map(str, path)) for path in schedule.paths)
+        lines.append(f"stages of the micro-batches  {paths}")
     lines += ["", "rank  bubble (s)   share  waits inside (s)  peak in flight (stage forwards)"]
     for rank in range(schedule.ranks):
         bubble = timeline.bubble(rank)

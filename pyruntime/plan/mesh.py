@@ -59,6 +59,8 @@ class Mesh:
     """Pipeline stages of a rank."""
     slices: int = 1
     """Parts of a sequence in sliced schedules."""
+    skip: int = 0
+    """Stages that every micro-batch leaves out. No search chooses it, as it changes the model."""
     micro_batch: int = 1
     """Sequences of a forward pass, over all context-parallel ranks together."""
     recompute: Recomputation = "none"
@@ -151,6 +153,7 @@ class Mesh:
         if self.pp > 1:
             kind = self.kind + (f"/{self.virtual}" if self.kind == "interleaved" else "")
             words.append(kind + (f"/{self.slices}" if self.slices > 1 else ""))
+            words += [f"skip{self.skip}"] if self.skip else []
         if self.dp * self.cp > 1 and not self.is_axonn and not self.tau:
             words.append(f"zero{self.zero}" + (f" in {self.replicate}" if self.replicate > 1 else ""))
         if self.tau:

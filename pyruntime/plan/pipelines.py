@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import assert_never
 
 from pyruntime.pipeline.actions import Kind
 from pyruntime.pipeline.closed_forms import bubble_1f1b, bubble_interleaved, bubble_zb_h1
 from pyruntime.pipeline.schedules import make_schedule
 from pyruntime.pipeline.simulated import Costs, simulate
+from pyruntime.pipeline.skipping import shares
 from pyruntime.pipeline.split import split_layers
 from pyruntime.pipeline.v_schedule import zb_v
 from pyruntime.plan.mesh import Mesh
@@ -24,9 +26,10 @@ def in_flight(mesh: Mesh, rank: int, micro_batches: int) -> float:
     stages store for one micro-batch.
 
     Without a pipeline 1. gpipe, terapipe: all of them. 1f1b: min(p - r, m). interleaved: min(m v, 2 (p - r -
-    1) + (v - 1) p + 1) / v (arXiv 2104.04473, section 2.2). zb-h1: as 1f1b, and up to r more whose weight
-    gradient waits (arXiv 2401.10241, table 2; see `deferred`). zb-v: p, that is 2 p halves, waiting ones
-    included (arXiv 2405.15362). seq1f1b with q slices: min(p - r - 1 + q, m q) / q (arXiv 2406.03488).
+    1) + (v - 1) p + 1) / v (arXiv 2104.04473, section 2.2). 1f1b that skips stages: at most as many. zb-h1:
+    as 1f1b, and up to r more whose weight gradient waits (arXiv 2401.10241, table 2; see `deferred`). zb-v:
+    p, that is 2 p halves, waiting ones included (arXiv 2405.15362). seq1f1b with q slices: min(p - r - 1 + q,
+    m q) / q (arXiv 2406.03488).
     """
     p, r, m, v, q = mesh.pp, rank, micro_batches, mesh.virtual, mesh.slices
     if p == 1:
@@ -124,6 +127,16 @@ def bubble(
             assert_never(mesh.kind)
 
 
+def bubble_of_skipping(
+    mesh: Mesh, micro_batches: int, forward: Sequence[float], backward: Sequence[float]
+) -> float:
+    """Returns the seconds of a step in which the busiest rank idles, if micro-batches skip stages: simulated,
+    with the schedule that is best for these seconds of each rank's stage and a micro-batch."""
+    costs = Costs([[each] for each in forward], [[each] for each in backward], [[0.0]] * mesh.pp)
+    made = simulate(make_schedule(mesh.kind, mesh.pp, micro_batches, skip=mesh.skip, costs=costs), costs)
+    return min(made.bubble(rank) for rank in range(mesh.pp))
+
+
 def layers_by_rank(model: ModelShape, mesh: Mesh) -> tuple[int, ...]:
     """Returns the layers of each rank of the pipeline: those of the mesh, or as the trainer cuts them. The
     trainer counts the head as the number of layers that take as long as its GEMM.
@@ -131,19 +144,20 @@ def layers_by_rank(model: ModelShape, mesh: Mesh) -> tuple[int, ...]:
     Raises ValueError for fewer layers than stages.
     """
     stages_of_a_rank = 2 if mesh.kind == "zb-v" else mesh.virtual
-    return _layers_by_rank(model, mesh.kind, mesh.pp, stages_of_a_rank, mesh.layers)
+    return _layers_by_rank(model, mesh.kind, mesh.pp, stages_of_a_rank, mesh.layers, mesh.skip)
 
 
 @functools.lru_cache(maxsize=1024)
 def _layers_by_rank(
-    model: ModelShape, kind: str, ranks: int, stages_of_a_rank: int, chosen: tuple[int, ...]
+    model: ModelShape, kind: str, ranks: int, stages_of_a_rank: int, chosen: tuple[int, ...], skip: int
 ) -> tuple[int, ...]:
     stages = ranks * stages_of_a_rank
     # As pyruntime.llama.stage cuts them: by the weights that a token meets.
     last = model.layer_flops(1) / 2
     dense = model.dense_layers
     costs = [model.dense_flops(1) / 2 / last] * dense + [1.0] * (model.layers - dense)
-    layers = chosen or [len(run) for run in split_layers(costs, stages, last=model.head / last)]
+    head, visited = model.head / last, shares(stages, skip)
+    layers = chosen or [len(run) for run in split_layers(costs, stages, last=head, shares=visited)]
     held = [0] * ranks
     for stage, count in enumerate(layers):
         held[stage % ranks if kind != "zb-v" or stage < ranks else stages - 1 - stage] += count

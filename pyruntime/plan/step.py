@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+from pyruntime.pipeline.skipping import shares
 from pyruntime.plan import axonn, co2
 from pyruntime.plan.communication import (
     DataParallelExchange,
@@ -37,7 +38,7 @@ from pyruntime.plan.memory import (
 )
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.overlap import Exposed, LinearShape, Overlap, exposed, exposed_of, linears
-from pyruntime.plan.pipelines import bubble, last_stage_rank, layers_by_rank
+from pyruntime.plan.pipelines import bubble, bubble_of_skipping, last_stage_rank, layers_by_rank
 from pyruntime.plan.touched import travelling_share
 
 FLASH_BACKWARD = 2.5
@@ -400,7 +401,7 @@ class Predictor:
 
     def step(self, mesh: Mesh) -> StepSeconds:
         job, model, cluster = self.job, self.job.model, self.job.cluster
-        micro_batches = times = mesh.micro_batches(job.batch)
+        micro_batches = mesh.micro_batches(job.batch)
         as_run = mesh.as_zero if mesh.is_axonn and self.sums_whole else mesh
         one = self.layer(mesh)
         counts = layers_by_rank(model, mesh)
@@ -417,7 +418,9 @@ class Predictor:
             own = counts[rank] * (one.forward + one.waits_forward)
             return own + (head + head_moved + head_sums if rank == last else 0.0)
 
-        slowest = max(range(mesh.pp), key=forward_of)
+        visits = [micro_batches * share for share in shares(mesh.pp, mesh.skip)]
+        slowest = max(range(mesh.pp), key=lambda rank: visits[rank] * forward_of(rank))
+        times = visits[slowest]
         layers, has_head = counts[slowest], slowest == last
         again = self._again(mesh, one)
         base = one.backward_input - again
@@ -435,7 +438,12 @@ class Predictor:
             hop = send(2 * tokens * model.hidden / (mesh.tp * mesh.slices), self.link(mesh, "pp", 2))
             forward = forward_of(slowest)
             weight = layers * one.backward_weight + (head if has_head else 0.0) + sums
-            idle = bubble(mesh, micro_batches, forward, whole - forward - weight, weight)
+            if mesh.skip:
+                of_ranks = [forward_of(rank) for rank in range(mesh.pp)]
+                back = (whole - forward) / forward
+                idle = bubble_of_skipping(mesh, micro_batches, of_ranks, [back * each for each in of_ranks])
+            else:
+                idle = bubble(mesh, micro_batches, forward, whole - forward - weight, weight)
             # The last of equal slices attends to most: (2 q - 1) / q^2 of attention in place of 1 / q.
             q = mesh.slices
             idle += (mesh.pp - 1) * layers * one.attention * (q - 1) / q**2

@@ -225,9 +225,12 @@ def passes_of(
     every = 0 if run.mesh.ranks == 1 else EVERY if every is None else every
     clock = OwnClock(runtime.device) if every else None
     passes: Accumulated | Pipelined
+    units: float
     if runtime.pp.mesh is not None:
         passes = Pipelined(run, model, runtime.pp, sharded, preferences, clock)
-        units, unit = len(model.part.layers), "layer"
+        shares = run.layer_shares
+        units = sum(shares[number] for number in model.part.layers) if shares else len(model.part.layers)
+        unit = "layer"
     elif run.config.parallel.rebalance == "on" or run.config.train.micro_batches:
         passes = Accumulated(run, model, sharded, preferences, clock)
         units, unit = run.micro_batches_of[runtime.coordinate.dp], "micro-batch"

@@ -380,6 +380,10 @@ class PipelineParallel:
     layers: tuple[int, ...] = ()
     """Layers of each stage, in order. Empty: balanced by `costs`, or without it by the GEMMs of layers and
     head."""
+    skip: int = 0
+    """1f1b: stages between the first and the last that every micro-batch leaves out
+    (docs/how-to/long-sequences-and-pipelines.md). It changes the model that is trained; validation and
+    generation use all layers. 0: none."""
     wire: choices.WireFormat = "same"
     """Rounding of activations and their gradients between stages."""
     costs: str = ""

@@ -127,6 +127,7 @@ def planned(run: ResolvedRun, cluster: Cluster) -> tuple[Job, Mesh]:
         kind=pipeline.kind,
         virtual=pipeline.virtual,
         slices=pipeline.slices,
+        skip=pipeline.skip,
         micro_batch=train.micro_batch_size,
         recompute=train.activation_checkpointing,
         layers=tuple(pipeline.layers),

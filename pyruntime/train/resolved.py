@@ -22,7 +22,8 @@ from pyruntime.llama import origin, stage
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import ModelPart
 from pyruntime.llama.stage_profile import costed
-from pyruntime.pipeline import Schedule, make_schedule, placement_of
+from pyruntime.pipeline import Costs, Schedule, make_schedule, placement_of
+from pyruntime.pipeline.skipping import shares as shares_of
 from pyruntime.pipeline.split import split_layers
 from pyruntime.plan import stage_costs
 from pyruntime.replicas.methods import Method
@@ -41,6 +42,7 @@ from pyruntime.train.config import (
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.shape import open_model
 from pyruntime.train.validate.replicas import outer_method
+from pyruntime.train.validate.skipped_stages import check_skip_of_shape
 
 FILE_NAME = "resolved.json"
 
@@ -87,15 +89,32 @@ class ResolvedRun:
     @property
     def flops_per_token(self) -> int:
         """Model FLOPs of a token as MFU counts them."""
-        return self.shape.flops_per_token(self.config.train.seq_len, adapters=self.adapters)
+        shares, adapters = self.layer_shares, self.adapters
+        met = round(adapters * sum(shares) / len(shares)) if shares else adapters
+        return self.shape.flops_per_token(self.config.train.seq_len, adapters=met, shares=shares)
+
+    @property
+    def layer_shares(self) -> tuple[float, ...]:
+        """The share of the micro-batches that goes through each layer; empty: all go through all."""
+        skip = self.config.pipeline.skip
+        of_stages = zip(self.layers, shares_of(len(self.layers), skip), strict=True)
+        return tuple(share for layers, share in of_stages for _ in layers) if skip else ()
 
     @functools.cached_property
     def schedule(self) -> Schedule:
         """The pipeline's schedule, made on first use: it may have millions of actions."""
         asked, slices = self.config.pipeline, len(self.slices)
-        return make_schedule(
-            asked.kind, self.mesh.pp, self.micro_batches, virtual=asked.virtual, slices=slices
-        )
+        of_stages = [[cost] for cost in stage.costs_of_stages(self.shape, self.layers)]
+        with refusing("[pipeline]: "):
+            return make_schedule(
+                asked.kind,
+                self.mesh.pp,
+                self.micro_batches,
+                virtual=asked.virtual,
+                slices=slices,
+                skip=asked.skip,
+                costs=Costs(of_stages, of_stages, of_stages) if asked.skip else None,
+            )
 
     def layers_of(self, rank: int) -> list[range]:
         """Returns the layers of each stage on that pipeline rank."""
@@ -182,6 +201,7 @@ def settled(config: RunConfig, shape: LlamaConfig) -> RunConfig:
     config = spelled_out(config)
     pipeline = config.pipeline
     _check_movable(config, shape)
+    check_skip_of_shape(config, shape)
     if not pipeline.costs:
         return config
     file = Path(pipeline.costs)
@@ -208,8 +228,11 @@ def settled(config: RunConfig, shape: LlamaConfig) -> RunConfig:
     if pipeline.layers:
         return config
     layers, stages = shape.num_hidden_layers, len(_placement(config))
+    shares = shares_of(stages, pipeline.skip)
     with refusing("parallel.pp: "):
-        runs = split_layers([found.layer] * layers, stages, first=found.embedding, last=found.head)
+        runs = split_layers(
+            [found.layer] * layers, stages, first=found.embedding, last=found.head, shares=shares
+        )
     return _with_layers(config, [len(run) for run in runs])
 
 
@@ -243,7 +266,9 @@ def _placement(config: RunConfig) -> tuple[int, ...]:
     if pp == 1:
         return (0,)
     with refusing("[pipeline]: "):
-        return placement_of(asked.kind, pp, micro_batches(config), virtual=asked.virtual, slices=slices)
+        return placement_of(
+            asked.kind, pp, micro_batches(config), virtual=asked.virtual, slices=slices, skip=asked.skip
+        )
 
 
 def _layers(config: RunConfig, shape: LlamaConfig) -> list[range]:
@@ -252,7 +277,7 @@ def _layers(config: RunConfig, shape: LlamaConfig) -> list[range]:
     counts, stages = config.pipeline.layers, len(_placement(config))
     if not counts:
         with refusing("parallel.pp: "):
-            return stage.layers_of_stages(shape, stages)
+            return stage.layers_of_stages(shape, stages, shares_of(stages, config.pipeline.skip))
     if len(counts) != stages or min(counts) < 1 or sum(counts) != shape.num_hidden_layers:
         raise ConfigError(
             f"pipeline.layers={list(counts)} must be {stages} numbers of at least 1, one for each stage, "

@@ -3,9 +3,14 @@
 import pytest
 
 from pyruntime.cli.plan_facts import find_model
+from pyruntime.llama.presets import PRESETS
+from pyruntime.llama.stage import costs_of_stages, layers_of_stages
 from pyruntime.pipeline import Costs, Kind, make_schedule, simulate
+from pyruntime.pipeline.skipping import shares
+from pyruntime.plan.mesh import Mesh
 from pyruntime.plan.pipelines import bubble, deferred, in_flight, layers_by_rank
-from tests.plan.jobs import pipe
+from pyruntime.train.planned import predicted
+from tests.plan.jobs import job, pipe
 
 
 def simulated(kind, ranks, micro_batches, forward, of_input, of_weight, virtual=1, slices=1):
@@ -61,6 +66,23 @@ def test_what_waits_for_its_weight_gradient_is_what_the_schedule_defers(kind, ra
             most = max(most, waiting)
         stages = 2 if kind == "zb-v" else 1
         assert deferred(pipe(kind, ranks), rank, micro_batches) == (most / stages if ranks > 1 else 0)
+
+
+@pytest.mark.parametrize(("micro_batches", "skip", "ranks"), [(8, 1, 4), (16, 1, 4), (12, 2, 6)])
+def test_a_step_that_skips_stages_is_predicted_as_the_trainer_s_schedule_runs(micro_batches, skip, ranks):
+    """The trainer takes the order that is best for GEMMs of layers and head; the planner knows more costs."""
+    wanted, mesh = job("llama3-8b", "dgx-h100", ranks, micro_batches), Mesh(pp=ranks, skip=skip)
+    model = PRESETS["llama3-8b"]
+    layers = layers_of_stages(model, ranks, shares(ranks, skip))
+    assert layers_by_rank(wanted.model, mesh) == tuple(map(len, layers))
+    table = [[cost] for cost in costs_of_stages(model, layers)]
+    costs = Costs(table, table, table)
+    made = simulate(make_schedule("1f1b", ranks, micro_batches, skip=skip, costs=costs), costs)
+    found = predicted(wanted, mesh)
+    busiest = max(made.work(rank) for rank in range(ranks))
+    assert 1 + found.bubble / found.compute == pytest.approx(made.makespan / busiest, rel=0.05)
+    for rank in range(ranks):
+        assert made.peak_in_flight(rank) <= in_flight(mesh, rank, micro_batches)
 
 
 @pytest.mark.parametrize(("ranks", "virtual", "expected"), [(4, 2, 4.5), (8, 4, 2.625 * 2)])

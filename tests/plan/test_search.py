@@ -56,6 +56,7 @@ def test_meshes_are_legal_and_each_is_there_once():
     assert {mesh.tp for mesh in every} == {1, 2, 4, 8}
     assert any(mesh.is_axonn for mesh in every) and any(mesh.tau for mesh in every)
     assert any(mesh.replicate > 1 for mesh in every)
+    assert not any(mesh.skip for mesh in every)  # which would change the model
 
 
 def test_what_was_not_asked_for_is_not_searched():
@@ -157,7 +158,7 @@ def test_the_planner_needs_no_torch():
 
 
 def test_the_planner_knows_of_no_models_code_executor_or_trainer():
-    pure = {"actions", "closed_forms", "schedules", "simulated", "split", "v_schedule"}
+    pure = {"actions", "closed_forms", "schedules", "simulated", "skipping", "split", "v_schedule"}
     allowed = {f"pyruntime.pipeline.{name}" for name in pure} | {"pyruntime.text", "pyruntime.choices"}
     sources = list(Path(pyruntime.plan.__file__).parent.glob("*.py"))
     assert len(sources) > 10

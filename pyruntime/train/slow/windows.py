@@ -37,7 +37,9 @@ class SlowReport:
     """Looks for slow ranks and links. Every rank of a run makes one.
 
     every: steps of a window. clock: by which to time steps. units: the layers that this pipeline rank holds,
-    or the micro-batches of this data-parallel rank; unit: their name; empty: a whole step. take_spans:
+    each by the share of the micro-batches that go through it, or the micro-batches of this data-parallel
+    rank;
+    unit: their name; empty: a whole step. take_spans:
     returns what it did by that clock since the last call. by_place: context-parallel ranks have
     different amounts of work, so ranks are compared only with those of the same place on that axis.
     """
@@ -47,7 +49,7 @@ class SlowReport:
         runtime: Runtime,
         every: int,
         clock: OwnClock,
-        units: int = 1,
+        units: float = 1,
         unit: str = "",
         take_spans: Callable[[], PassSpans] | None = None,
         by_place: bool = False,

@@ -28,6 +28,7 @@ from pyruntime.train.validate.preference_options import check_dpo
 from pyruntime.train.validate.rebalance import check_rebalance
 from pyruntime.train.validate.replicas import check_compression, check_data_parallel, check_weight_wire
 from pyruntime.train.validate.sequences import check_context, check_pipeline, check_slices, check_tp_wire
+from pyruntime.train.validate.skipped_stages import check_skip
 from pyruntime.train.validate.watching import check_watching
 
 SHORTEST_S, LONGEST_S = 1e-3, 1e6
@@ -47,7 +48,7 @@ RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
         lambda x: x >= 0,
         "not be negative",
         "train.tokens train.val_every train.patience train.threads optimizer.warmup_steps lora.rank "
-        "data_parallel.compression_plan_every checkpoint.every_steps output.sample_tokens",
+        "pipeline.skip data_parallel.compression_plan_every checkpoint.every_steps output.sample_tokens",
     ),
     (
         lambda x: 1e-12 <= x <= 10,
@@ -112,6 +113,7 @@ def check(config: RunConfig, world_size: int) -> None:
     check_watching(config)
     check_context(config)
     check_pipeline(config)
+    check_skip(config)
     check_rebalance(config)
     check_data_parallel(config)
     _check_ranks(config, world_size)

@@ -43,7 +43,7 @@ def check_pipeline(config: RunConfig) -> None:
         f"pipeline.slice_tokens={list(tokens)} must be pipeline.slices={pipeline.slices} numbers of at least "
         f"1 with a sum of train.seq_len={config.train.seq_len}.",
     )
-    for name in ("costs", "virtual", "slices", "layers", "wire"):
+    for name in ("costs", "virtual", "slices", "layers", "skip", "wire"):
         value = getattr(pipeline, name)
         shown = list(value) if name == "layers" else value
         without = pp > 1 or value == getattr(PipelineParallel, name)

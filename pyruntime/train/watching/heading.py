@@ -46,6 +46,17 @@ def adapters_in_words(run: ResolvedRun) -> str:
     )
 
 
+def skipped_in_words(run: ResolvedRun) -> str:
+    """Says which part of the layers micro-batches skip, after a comma; empty if they skip none."""
+    shares, skip = run.layer_shares, run.config.pipeline.skip
+    if not shares:
+        return ""
+    return (
+        f", each micro-batch skips {skip} of {len(run.layers)} stages: on average {sum(shares):.3g} of "
+        f"{len(shares)} layers train"
+    )
+
+
 def _axes(run: ResolvedRun) -> str:
     config, parallel, mesh = run.config, run.config.parallel, run.mesh
     axes = f"tp={parallel.tp or mesh.tp} with sequence parallelism"
@@ -69,7 +80,7 @@ def _axes(run: ResolvedRun) -> str:
     if parallel.pp > 1:
         wire = config.pipeline.wire
         rounded = "" if wire == "same" else f", activations and their gradients sent as {wire}"
-        axes += f", pp={parallel.pp} ({config.pipeline.kind}{rounded})"
+        axes += f", pp={parallel.pp} ({config.pipeline.kind}{skipped_in_words(run)}{rounded})"
     if parallel.cp > 1:
         wire = config.context.wire
         rounded = "" if wire == "same" else f", keys and values as {wire}"
