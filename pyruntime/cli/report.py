@@ -135,6 +135,10 @@ def _facts(run_dir: Path, steps: list[dict], mesh: dict[str, int]) -> dict[str, 
     if (run_dir / "config.toml").is_file():
         config = with_pieces(config_file.load(run_dir / "config.toml"))
         facts["model"] = _model(run_dir, config)
+        if config.pipeline.skip:
+            facts["skipped"] = (
+                f"every micro-batch skipped {config.pipeline.skip} of {config.parallel.pp} pipeline stages"
+            )
         facts["steps"] += f" of {config.train.batch_size} sequences of {config.train.seq_len} tokens"
         start = f"torchrun --nproc-per-node {ranks}" if ranks > 1 else "python"
         facts["repeat"] = (

@@ -104,7 +104,6 @@ class ResolvedRun:
     def schedule(self) -> Schedule:
         """The pipeline's schedule, made on first use: it may have millions of actions."""
         asked, slices = self.config.pipeline, len(self.slices)
-        of_stages = [[cost] for cost in stage.costs_of_stages(self.shape, self.layers)]
         with refusing("[pipeline]: "):
             return make_schedule(
                 asked.kind,
@@ -113,8 +112,14 @@ class ResolvedRun:
                 virtual=asked.virtual,
                 slices=slices,
                 skip=asked.skip,
-                costs=Costs(of_stages, of_stages, of_stages) if asked.skip else None,
+                costs=self.stage_costs if asked.skip else None,
             )
+
+    @property
+    def stage_costs(self) -> Costs:
+        """The costs of stages by the GEMMs of their layers and head, in those of a layer's forward."""
+        of_stages = [[cost] for cost in stage.costs_of_stages(self.shape, self.layers)]
+        return Costs(of_stages, of_stages, of_stages)
 
     def layers_of(self, rank: int) -> list[range]:
         """Returns the layers of each stage on that pipeline rank."""

@@ -68,6 +68,12 @@ def test_shapes_are_those_of_the_model_on_a_rank(capsys):
         assert shown[name] == f"{n}, {k // 2}"
 
 
+def test_a_run_that_skips_stages_says_so(capsys):
+    axes = ["--parallel.pp", 4, "--pipeline.skip", 1, "--train.micro_batch_size", 1]
+    out = report(capsys, *DIM1024, *axes, "--model.num_hidden_layers", 8, "--dry_run", 4)
+    assert "1 slice(s), each micro-batch skips 1 of 4 stages: on average 5 of 8 layers train\n" in out
+
+
 def test_a_pipeline_s_stages_are_shown(capsys):
     axes = ["--parallel.pp", 2, "--pipeline.kind", "interleaved", "--pipeline.virtual", 2]
     out = report(capsys, *DIM1024, *axes, "--dry_run", 2)

@@ -21,6 +21,19 @@ def test_a_schedule_is_drawn_and_measured(capsys):
     assert rows == [("0", "4"), ("1", "3"), ("2", "2"), ("3", "1")]
 
 
+def test_micro_batches_that_skip_stages_are_drawn_and_named(capsys, tmp_path):
+    table = tmp_path / "schedule.csv"
+    made = ["schedule", "--stages", "4", "--micro-batches", "4", "--skip", "1", "--csv", str(table)]
+    assert main(made) == 0
+    first = capsys.readouterr().out
+    assert "makespan     18 s\nstages of the micro-batches  0-1-3 0-1-3 0-2-3 0-2-3\n" in first
+    assert "closed form" not in first
+    assert main(["schedule", "--from-csv", str(table)]) == 0
+    assert capsys.readouterr().out == first
+    assert main([*made, "--kind", "zb-h1"]) == 2
+    assert "zb-h1 takes every micro-batch through all stages" in capsys.readouterr().err
+
+
 def test_a_schedule_without_formula_shows_none(capsys):
     assert main(["schedule", "--transfer", "0.5"]) == 0
     assert "closed form" not in capsys.readouterr().out

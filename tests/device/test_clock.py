@@ -404,6 +404,18 @@ def test_a_step_of_a_pipeline_closes_on_every_stage(ranks, schedule):
 
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.second_tier
+def test_a_step_that_skips_stages_takes_two_thirds_and_as_long_as_planned(ranks):
+    shape = "--model.preset=llama3-8b --model.num_hidden_layers=8"
+    rows = "--train.seq_len=2048 --train.micro_batch_size=1 --train.batch_size=8 --train.dtype=bf16"
+    axes = "--parallel.tp=1 --parallel.dp=1 --parallel.pp=4"
+    flags = [each for flag in f"{axes} {shape} {rows}".split() for each in flag.split("=")]
+    skipping, whole = (step_of(ranks, *flags, "--pipeline.skip", skip, gpus=4) for skip in ("1", "0"))
+    assert skipping.account.step <= 0.68 * whole.account.step
+    assert skipping.planned_s == pytest.approx(skipping.account.step, rel=0.05)
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.second_tier
 def test_a_step_over_two_hosts_waits_longer_than_over_one(ranks):
     of_dp = "--parallel.tp", "1", "--parallel.dp", "16", "--parallel.zero", "3", "--train.batch_size", "32"
     far = step_of(ranks, *of_dp, gpus=16)
