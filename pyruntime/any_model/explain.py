@@ -35,8 +35,7 @@ class LayerReport:
     requested tier, the one that runs at this shape, and why not a faster one.
     strict: what strict=True would refuse, "" where nothing. placements: of operands and results over the
     ranks, as `pyruntime.ops.conversions` writes them; "P > S(0)" is converted. moved: bytes that all ranks
-    together receive for that; 0 for a layer that shares its operator with one above, and for experts, which
-    are not counted."""
+    together receive for that; 0 for a layer that shares its operator with one above."""
 
     name: str
     when: str

@@ -55,6 +55,7 @@ class ParallelExperts(ParallelModule):
         super().__init__(group, hook)
         self.experts, self.features, self.width, self.form = experts, features, width, form
         self.sequence_parallel, self.tier = sequence_parallel, check_tier(tier)
+        self.last_cut_rows, self.last_per_token = sequence_parallel, 0
         shapes = {"gate_up_proj": (2 * width, features), "down_proj": (features, width)}
         for name, shape in shapes.items():
             whole = (experts, *(reversed(shape) if form.transposed else shape))
@@ -151,7 +152,7 @@ class ParallelExperts(ParallelModule):
         )
         if not is_compiling():
             every = x.shape[0] if not cut else rows or x.shape[0] * self.group.size
-            self.__dict__.update(last_rows=every, last_cut_rows=cut)
+            self.__dict__.update(last_rows=every, last_cut_rows=cut, last_per_token=ids.shape[1])
         return y
 
     def op_uses(self) -> list[OpUse]:

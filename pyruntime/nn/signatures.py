@@ -22,7 +22,8 @@ class Operand:
     placement: str
     converted: str = ""
     width: str = ""
-    """The size of the operator that its rows have, n or k, if it is converted."""
+    """What its rows hold, if it is converted: the operator's n or k features, or of experts the ids and
+    weights ("routes") or the weights alone."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.placement}" + (f" > {self.converted}" if self.converted else "")
@@ -43,15 +44,44 @@ SIGNATURES: dict[str, tuple[Operand, ...]] = {
     "reduce_scatter_backward": (Operand("dY", "S(0)", "B", "k"),),
     "all_reduce": (Operand("ids", "B"), Operand("W", "S(0)"), Operand("Y", "P", "B", "k")),
     "all_reduce_backward": (Operand("dY", "B"),),
+    # Every rank gets all rows, computes what its experts make of them, and the sum over ranks is each row's.
+    "experts": (
+        _X_GATHERED,
+        Operand("routes", "S(0)", "B", "routes"),
+        Operand("W", "S(0)"),
+        Operand("Y", "P", "S(0)", "k"),
+    ),
+    "experts_backward": (
+        Operand("dY", "S(0)", "B", "k"),
+        _X_GATHERED,
+        Operand("dX", "P", "S(0)", "k"),
+        Operand("dweights", "P", "S(0)", "weights"),
+    ),
 }
-"""By operator. W is stored [out, in] features, a table [ids, features]. Rows of experts go where the router
-sends them, so experts have none."""
+"""By operator. W is stored [out, in] features, a table [ids, features], experts [experts, ...]; routes are
+the ids and weights of a row's experts."""
+WHOLE_ROWS: dict[str, tuple[Operand, ...]] = {
+    "experts": (
+        Operand("X", "B"),
+        Operand("routes", "B"),
+        Operand("W", "S(0)"),
+        Operand("Y", "P", "B", "k"),
+    ),
+    "experts_backward": (
+        Operand("dY", "B"),
+        Operand("dX", "P", "B", "k"),
+        Operand("dweights", "P", "B", "weights"),
+    ),
+}
+"""Those of experts whose rows all ranks have."""
 
 
 def signature_of(layer: ParallelModule, use: OpUse) -> tuple[Operand, ...]:
     """Returns the operands and results of one operator of a layer, as of its last call."""
     values = SIGNATURES.get(use.op, ())
-    if use.op == "all_gather_matmul_backward" and _keeps_gathered(layer, use):
+    if use.op in WHOLE_ROWS and not layer.last_cut_rows:
+        return WHOLE_ROWS[use.op]
+    if use.when == "backward" and _X_GATHERED in values and _keeps_gathered(layer, use):
         return tuple(Operand("X", "B") if value is _X_GATHERED else value for value in values)
     return values
 
@@ -59,12 +89,20 @@ def signature_of(layer: ParallelModule, use: OpUse) -> tuple[Operand, ...]:
 def bytes_moved(layer: ParallelModule, use: OpUse) -> int:
     """Returns the bytes that all ranks together receive in this operator, as of the layer's last call; rows
     that travel rounded count as they are in memory."""
-    ranks = (use.group or layer.group).size
-    elements = {"n": layer.last_rows * use.n, "k": layer.last_rows * use.k}
-    return layer.weight.dtype.itemsize * sum(
-        moved(value.placement, value.converted, elements[value.width], ranks)
+    ranks, rows, item = (use.group or layer.group).size, layer.last_rows, layer.weight.dtype.itemsize
+    of_route = max(4, item)  # routes are at least fp32
+    routes = rows * getattr(layer, "last_per_token", 0)
+    sizes = {
+        "n": (rows * use.n, item),
+        "k": (rows * use.k, item),
+        "routes": (2 * routes, of_route),
+        "weights": (routes, of_route),
+    }
+    return sum(
+        nbytes * moved(value.placement, value.converted, elements, ranks)
         for value in signature_of(layer, use)
         if value.converted
+        for elements, nbytes in [sizes[value.width]]
     )
 
 

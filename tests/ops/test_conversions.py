@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pyruntime
-from pyruntime.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from pyruntime.nn import ColumnParallelLinear, ParallelExperts, RowParallelLinear, VocabParallelEmbedding
 from pyruntime.ops.conversions import convert, linear_ways, moved
 from tests.transports import on_transport, take
 
@@ -125,3 +125,48 @@ def test_explain_says_what_every_layer_moves(ranks, transport, n):
             if not sequence_parallel:
                 wanted = ["X B, W S(0), Y S(1)", "X S(1), W S(1), Y P > B", "dY S(1), dX P > B"]
             assert all(each in text for each in wanted)
+
+
+class ExpertNet(torch.nn.Module):
+    def __init__(self, group, sequence_parallel, dtype):
+        super().__init__()
+        self.experts = ParallelExperts(8, 6, 5, group=group, sequence_parallel=sequence_parallel, dtype=dtype)
+
+    def forward(self, x, ids, weights, rows):
+        return self.experts(x, ids, weights, rows=rows)
+
+
+def explained_experts(group, transport, sequence_parallel, rows, dtype):
+    """What explain() says that experts move, what this rank's ledger counted, and the text."""
+    take(group, transport)
+    net = ExpertNet(group, sequence_parallel, dtype)
+    generator = torch.Generator().manual_seed(rows)
+    given = [
+        torch.randn(rows, 6, generator=generator).to(dtype),
+        torch.randint(8, (rows, 2), generator=generator),
+        torch.rand(rows, 2, generator=generator),
+    ]
+    if sequence_parallel:
+        given = [each.tensor_split(group.size())[group.rank()].contiguous() for each in given]
+    x, ids, weights = given[0].requires_grad_(), given[1], given[2].requires_grad_()
+    for _ in range(2):
+        with pyruntime.ledger() as ledger:
+            net(x, ids, weights, rows if sequence_parallel else None).sum().backward()
+    report = pyruntime.explain(net)
+    read = sum(axis.bytes_read for axis in ledger.account().axes.values())
+    return sum(row.moved for row in report.rows), read, str(report)
+
+
+@pytest.mark.parametrize("transport", ["symmetric_memory", "process_group"])
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.second_tier(but=["4-symmetric_memory"])
+def test_explain_says_what_experts_move(ranks, transport, n):
+    """All rows come to every rank, whose experts read those that are theirs."""
+    for sequence_parallel in (True, False):
+        for rows, dtype in ((24, torch.float32), (13, torch.bfloat16), (5, torch.float64)):
+            found = ranks.run(explained_experts, n, transport, sequence_parallel, rows, dtype)
+            assert found[0][0] == sum(read for _, read, _ in found) > 0, (sequence_parallel, rows)
+            wanted = "X B, routes B, W S(0), Y P > B"
+            if sequence_parallel:
+                wanted = "X S(0) > B, routes S(0) > B, W S(0), Y P > S(0)"
+            assert wanted in found[0][2]
