@@ -12,7 +12,7 @@ from pyruntime.nn import ColumnParallelLinear, ParallelExperts, RowParallelLinea
 from pyruntime.ops.conversions import convert, linear_ways, moved
 from tests.transports import on_transport, take
 
-PLACEMENTS = ["S(0)", "S(1)", "B", "P"]
+PLACEMENTS = ["S(0)", "S(1)", "B", "P", "P(max)"]
 ROWS, COLUMNS = [8, 7], 12
 
 
@@ -29,7 +29,7 @@ def test_the_ways_of_a_linear(rows, expected):
 
 
 def test_what_is_no_placement_is_refused():
-    with pytest.raises(ValueError, match=r"'S' is no placement; write B, P, or S\(0\)"):
+    with pytest.raises(ValueError, match=r"'S' is no placement; write B, P, P\(max\), or S\(0\)"):
         moved("S", "B", 1, 2)
 
 
@@ -40,6 +40,8 @@ def held(whole, placement, group):
         return whole
     if placement == "P":
         return whole * (2 * rank + 1) / ranks**2  # the odd numbers up to 2 p add up to p squared
+    if placement == "P(max)":
+        return torch.where(torch.arange(whole.numel()).view(whole.shape) % ranks == rank, whole, whole - 9)
     return whole.tensor_split(ranks, int(placement[2]))[rank].contiguous()
 
 
@@ -51,10 +53,11 @@ def converted(group, source, target, rows):
     convert(own, source, target, group, size=size)  # opens the group
     with pyruntime.ledger() as ledger:
         found = convert(own, source, target, group, size=size)
-    if target == "P":
+    if target[0] == "P":
         found = found.clone()
-        torch.distributed.all_reduce(found, group=group)
-    torch.testing.assert_close(found, whole if target == "P" else held(whole, target, group))
+        reduce = torch.distributed.ReduceOp.SUM if target == "P" else torch.distributed.ReduceOp.MAX
+        torch.distributed.all_reduce(found, reduce, group=group)
+    torch.testing.assert_close(found, whole if target[0] == "P" else held(whole, target, group))
     return sum(axis.bytes_read for axis in ledger.account().axes.values())
 
 
@@ -67,6 +70,21 @@ def test_every_conversion_moves_what_it_says(ranks, transport, n):
             continue
         found = ranks.run(on_transport, n, transport, converted, source, target, rows)
         assert sum(found) == 4 * moved(source, target, rows * COLUMNS, n), (source, target, rows)
+
+
+def log_sum_exp(group, logits):
+    """Of a vocabulary that is cut over ranks: each has a term of the maximum, and then of the sum."""
+    own = held(logits, "S(1)", group)
+    largest = convert(own.amax(1), "P(max)", "B", group)
+    total = convert((own - largest[:, None]).exp().sum(1), "P", "B", group)
+    return largest + total.log()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_logsumexp_of_a_cut_vocabulary(ranks, n):
+    logits = 100 * torch.randn(5, 11, dtype=torch.float64)
+    for found in ranks.run(log_sum_exp, n, logits):
+        torch.testing.assert_close(found, logits.logsumexp(1), rtol=1e-13, atol=0)
 
 
 def ragged(group):
