@@ -72,6 +72,14 @@ def test_layers_are_shared_out_by_measured_costs_and_sequences_cut_as_was_found_
     jobs.check_curves(ranks.run(jobs.history, 4, config), expected)
 
 
+def test_measured_costs_count_by_the_share_of_micro_batches_that_a_stage_meets(tmp_path):
+    config = jobs.changed(jobs.job(tmp_path, **JOB), "model", num_hidden_layers=7)
+    config = jobs.changed(with_pipeline(config, 4, "1f1b"), "pipeline", costs=costs_file(tmp_path, head=0.1))
+    assert [len(layers) for layers in jobs.resolved(config, 4).layers] == [1, 2, 2, 2]
+    config = jobs.changed(config, "pipeline", skip=1)
+    assert [len(layers) for layers in jobs.resolved(config, 4).layers] == [1, 3, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
