@@ -37,7 +37,7 @@
 #include "ops/weight_gradient.h"
 #include "symm_mem/operators.h"
 #include "transport/device/library.h"
-#include "transport/device/pairs.h"
+#include "transport/device/hosts/pairs.h"
 #include "transport/group.h"
 #include "transport/inside.h"
 

@@ -1,7 +1,7 @@
 """Process groups of two ranks, for the messages of one direction between devices of several hosts.
 
-The core asks for one for each edge (csrc/transport/device/pairs.h says why). torch's own `new_group` is no
-way to one: all ranks of the job have to call it, or it takes a name that the two ranks may not agree on.
+The core asks for one for each edge (csrc/transport/device/hosts/pairs.h says why). torch's own `new_group` is
+no way to one: all ranks of the job have to call it, or it takes a name that the two ranks may not agree on.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pyruntime import ops
 from pyruntime.llama.elementwise import Elementwise
 from pyruntime.nn import ColumnParallelLinear, RMSNorm
-from pyruntime.nn.replicated import ReplicatedLinear
+from pyruntime.nn.replicated_linear import ReplicatedLinear
 from pyruntime.plan.models import LatentAttention
 
 NORM_EPS = 1e-6

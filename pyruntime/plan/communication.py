@@ -50,7 +50,8 @@ def neighbours(cluster: Cluster, inner: int, size: int) -> Link:
 
 def rails(cluster: Cluster, inner: int, size: int) -> Link:
     """Returns the same for this project's GPUs, whose rows cross between nodes on rails and go on inside them
-    (csrc/transport/device/rails.h); its bandwidth and latency are those at which a ring would take as long.
+    (csrc/transport/device/hosts/rails.h); its bandwidth and latency are those at which a ring would take as
+    long.
 
     Of a rank's b bytes its adapter sends (H - 1) b to the H - 1 other nodes, and of what it has and gets it
     sends H (L - 1) b to the L - 1 others of its node, piece by piece under the former."""

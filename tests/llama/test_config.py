@@ -128,7 +128,7 @@ def test_impossible_rope_scaling_is_refused(arguments, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma2"}, "model_type='gemma2'; only 'dots1', 'llama', 'mistral', 'mixtral'"),
+        ({"model_type": "gemma2"}, "model_type='gemma2'; only 'deepseek_v3', 'dots1', 'llama', 'mistral'"),
         ({"partial_rotary_factor": 0.75}, "has partial_rotary_factor=0.75, which this model does not have"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type='longrope' is not supported"),
         (

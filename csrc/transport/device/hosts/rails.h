@@ -18,7 +18,7 @@
 
 #include <memory>
 
-#include "transport/device/exchange.h"
+#include "transport/device/hosts/exchange.h"
 #include "transport/device/library.h"
 #include "transport/device/wait_watch.h"
 #include "transport/ring/schedule.h"

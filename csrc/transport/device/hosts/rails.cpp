@@ -1,4 +1,4 @@
-#include "transport/device/rails.h"
+#include "transport/device/hosts/rails.h"
 
 #include <algorithm>
 #include <array>

@@ -1,4 +1,4 @@
-#include "transport/device/several_hosts.h"
+#include "transport/device/hosts/several_hosts.h"
 
 #include <ATen/ops/empty.h>
 
@@ -6,7 +6,7 @@
 #include <array>
 #include <utility>
 
-#include "transport/device/exchange.h"
+#include "transport/device/hosts/exchange.h"
 #include "transport/device/streams.h"
 #include "transport/device/sums.h"
 #include "transport/flights.h"

@@ -14,7 +14,7 @@
 
 #include <memory>
 
-#include "transport/device/exchange.h"
+#include "transport/device/hosts/exchange.h"
 #include "transport/device/library.h"
 #include "transport/transport.h"
 

@@ -1,4 +1,4 @@
-#include "transport/device/exchange.h"
+#include "transport/device/hosts/exchange.h"
 
 #include <algorithm>
 #include <exception>
@@ -8,7 +8,7 @@
 #include "core/deadline.h"
 #include "transport/account.h"
 #include "transport/device/block_budget.h"
-#include "transport/device/pairs.h"
+#include "transport/device/hosts/pairs.h"
 #include "transport/flights.h"
 
 namespace pyruntime {

@@ -1,4 +1,4 @@
-#include "transport/device/pairs.h"
+#include "transport/device/hosts/pairs.h"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
