@@ -19,6 +19,7 @@ from pyruntime.data_parallel.optimizer import ShardedOptimizer, Shards
 from pyruntime.data_parallel.states import as_dtensor, part_of
 from pyruntime.data_parallel.update import AfterTheNorm, Own, PartState
 from pyruntime.nn.cut import cut_like
+from pyruntime.nn.layout import BlocksDTensor
 from pyruntime.nn.optimizer_states import refuse_mixing
 from pyruntime.nn.parameters import Part
 
@@ -53,8 +54,7 @@ class RowsLayout:
         whole = wholes[self.parts[0].key]
         if isinstance(whole, DTensor):
             own = as_dtensor(self.state.rows, self.state.parameter, self.state.part, self.state.axes)
-            is_own = isinstance(own, DTensor) and type(own) is type(whole)
-            if is_own and (own.device_mesh, own.placements) == (whole.device_mesh, whole.placements):
+            if isinstance(own, DTensor) and _is_cut_like(own, whole):
                 return whole._local_tensor.detach()
             whole = whole.full_tensor()
         layout = getattr(self.state.parameter, "tp_layout", None)
@@ -66,6 +66,16 @@ class RowsLayout:
         """Returns this rank's rows of a tensor with the shape of the part, as tensor parallelism cuts it."""
         first, count = self.state.first, self.state.rows.numel()
         return parameter.reshape(-1)[first : first + count].view(self.state.rows.shape)
+
+
+def _is_cut_like(own: DTensor, other: DTensor) -> bool:
+    """Whether this rank holds the same elements of both."""
+    if isinstance(own, BlocksDTensor) and isinstance(other, BlocksDTensor):
+        return own.is_cut_like(other)
+    return type(own) is type(other) and (own.device_mesh, own.placements) == (
+        other.device_mesh,
+        other.placements,
+    )
 
 
 @dataclass(frozen=True)

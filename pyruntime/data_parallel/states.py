@@ -44,7 +44,7 @@ def as_dtensor(rows: Tensor, parameter: Tensor, part: BucketPart, axes: Axes) ->
         whole, mesh = Part(part.key, part.shape or (1,)), axes.shard.mesh
         layout = Layout(TensorGroup.of(None), None, (whole,))
     placements = [*(layout.placements if layout.group.name else ()), Shard(0)]
-    if whole.packed or len(whole.shape) == 3:
+    if whole.is_in_blocks or len(whole.shape) == 3:
         return BlocksDTensor.of(rows, layout, whole, mesh, placements, axes.shard.mesh)
     return dtensor(rows, mesh, placements, whole.shape)
 

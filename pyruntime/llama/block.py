@@ -20,9 +20,12 @@ from pyruntime.llama.elementwise import Elementwise, for_this_pass
 from pyruntime.llama.expert_layer import MixtureOfExperts
 from pyruntime.llama.latent_layer import LatentHeads
 from pyruntime.llama.recompute import computed_again
+from pyruntime.llama.tensor_cuts import TensorCuts
 from pyruntime.nn import MergedColumnParallelLinear, RMSNorm, RowParallelLinear
 from pyruntime.nn.low_rank import LoRA
 from pyruntime.nn.norm import Normed
+
+EQUAL_CUTS = TensorCuts()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Block(nn.Module):
         mixture: MixtureOfExperts | None = None,
         window: int | None = None,
         lora: LoRA | None = None,
+        cuts: TensorCuts = EQUAL_CUTS,
     ):
         super().__init__()
         self.selective, self.elementwise, self.window = selective, elementwise, window
@@ -84,9 +88,17 @@ class Block(nn.Module):
         self.eps, self.norms_after = config.rms_norm_eps, config.norms_after
         self.hidden, self.y = hidden, options["group"].y
         self.attention_norm = RMSNorm(hidden, self.eps, **place)
+        of_keys = cuts.heads(config.head_dim)
+        of_queries = cuts.heads(config.head_dim * config.num_attention_heads // config.num_key_value_heads)
         self.latent: LatentHeads | None = None
         if config.latent is None:
-            self.qkv = MergedColumnParallelLinear(hidden, {"q": q, "k": kv, "v": kv}, of_qkv, **column)
+            self.qkv = MergedColumnParallelLinear(
+                hidden,
+                {"q": q, "k": kv, "v": kv},
+                of_qkv,
+                shares={"q": of_queries, "k": of_keys, "v": of_keys},
+                **column,
+            )
         else:
             self.latent = LatentHeads(
                 config.latent,
@@ -98,20 +110,30 @@ class Block(nn.Module):
             )
         self.scale, self.value_dim = config.attention_scale, config.value_dim
         self.out = RowParallelLinear(
-            config.num_attention_heads * self.value_dim, hidden, config.attention_bias, **options
+            config.num_attention_heads * self.value_dim,
+            hidden,
+            config.attention_bias,
+            shares=of_queries,
+            **options,
         )
         self.has_head_norms = config.qk_norm
         self.has_norms_of_all_heads = config.qk_norm_of_all
         if config.qk_norm:
-            widths = (q, kv) if config.qk_norm_of_all else (config.head_dim, config.head_dim)
+            of_all, width = config.qk_norm_of_all, config.head_dim
             self.q_norm, self.k_norm = (
-                RMSNorm(width, self.eps, is_cut=config.qk_norm_of_all, **place) for width in widths
+                RMSNorm(features, self.eps, is_cut=True, shares=shares, **place)
+                if of_all
+                else RMSNorm(width, self.eps, **place)
+                for features, shares in ((q, of_queries), (kv, of_keys))
             )
         self.mlp_norm = RMSNorm(hidden, self.eps, **place)
         self.mixture = mixture
         if mixture is None:
-            self.gate_up = MergedColumnParallelLinear(hidden, {"gate": ffn, "up": ffn}, mlp, **column)
-            self.down = RowParallelLinear(ffn, hidden, mlp, **options)
+            shares = {"gate": cuts.features, "up": cuts.features}
+            self.gate_up = MergedColumnParallelLinear(
+                hidden, {"gate": ffn, "up": ffn}, mlp, shares=shares, **column
+            )
+            self.down = RowParallelLinear(ffn, hidden, mlp, shares=cuts.features, **options)
         self.adapters = adapters_of(self, lora)
 
     def forward(

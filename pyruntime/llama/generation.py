@@ -13,7 +13,6 @@ from pyruntime import ops
 from pyruntime.llama.config import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from pyruntime.llama.model import Llama
 from pyruntime.nn.cut import memory_of
-from pyruntime.nn.gather import gather_features
 
 
 class LayerCache:
@@ -41,9 +40,9 @@ class KVCache:
 
     def __init__(self, model: Llama, batch: int, capacity: int):
         config = model.config
-        heads = config.num_key_value_heads // model.group.size
         self.layers = [
-            LayerCache(batch, heads, capacity, config.head_dim, model.embed.weight) for _ in model.layers
+            LayerCache(batch, model.key_value_heads, capacity, config.head_dim, model.embed.weight)
+            for _ in model.layers
         ]
 
     @property
@@ -123,7 +122,7 @@ def next_logits(model: Llama, ids: Tensor, cache: KVCache | None = None) -> Tens
     logits = F.linear(hidden.view(batch, seq, -1)[:, -1], memory_of(model.head.weight))
     if model.group.y is not None:
         logits = ops.all_reduce(logits, model.group.y.name)
-    return gather_features(logits, model.group, model.config.vocab_size).float()
+    return model.gather_logits(logits).float()
 
 
 def sample(

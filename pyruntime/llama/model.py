@@ -44,6 +44,7 @@ from pyruntime.llama.elementwise import KERNELS, compiled, for_this_pass
 from pyruntime.llama.expert_layer import MixtureOfExperts
 from pyruntime.llama.init import init_adapter, init_shard
 from pyruntime.llama.rope import rope_tables
+from pyruntime.llama.tensor_cuts import tensor_cuts
 from pyruntime.llama.tensor_shards import (
     TensorShard,
     shards_of_adapters,
@@ -104,6 +105,9 @@ class Llama(nn.Module):
 
     experts: the ranks over which layers with experts (`config.mixture`) spread them, `runtime.ep`; None: the
         group (`pyruntime.nn.ParallelExperts`).
+    speeds: relative speeds of the group's ranks, which then hold heads, MLP features and vocabulary in
+        proportion (`tensor_cuts.py`). A weight's gradient, a checkpoint and the first weights are those of
+        equal parts; sums over ranks differ by rounding. Empty: equal parts.
 
     For each token of a forward pass a layer keeps these numbers of elements, and fp32 statistics (one number
     a row for each norm and each head)::
@@ -121,9 +125,10 @@ class Llama(nn.Module):
     again; so it does with norms after (OLMo 2), for which the norms' inputs take the place of their results.
     With y, D becomes D / Y.
 
-    Raises ValueError if the group does not divide the heads or the feed-forward columns, or leaves a rank
-    without features; for a wire without other ranks; for slices that are not possible (`slices.check`).
-    Raises NoCompiler if torch.compile has no compiler.
+    Raises ValueError if the group does not divide the heads or the feed-forward columns, or it or the speeds
+    leave a rank without features; for speeds of a model with experts or over y; for a wire without other
+    ranks; for slices that are not possible (`slices.check`). Raises NoCompiler if torch.compile has no
+    compiler.
     """
 
     def __init__(
@@ -146,6 +151,7 @@ class Llama(nn.Module):
         router_losses: RouterLosses | None = None,
         lora: LoRA | None = None,
         experts: Group | None = None,
+        speeds: Sequence[float] = (),
     ):
         super().__init__()
         recomputing.check(recompute)
@@ -154,7 +160,9 @@ class Llama(nn.Module):
         self.router_losses = router_losses
         self.group = TensorGroup.of(group)
         self.experts_over = self.group if experts is None else TensorGroup.of(experts)
-        config.check_tp(self.group.size, self.experts_over.size)
+        self.cuts = tensor_cuts(config, self.group.size, speeds, self.experts_over.size)
+        if speeds and self.group.y is not None:
+            raise ValueError("Speeds cut over one axis, and the group has a second one; leave them out.")
         if (config.mixture is not None or config.qk_norm) and (slices > 1 or self.group.y is not None):
             raise ValueError(
                 f"A model with experts or normalised heads takes no causal slices (slices={slices}) and no "
@@ -176,7 +184,7 @@ class Llama(nn.Module):
         options = {**place, "tier": tier, "wire": wire}
         hidden, vocab = config.hidden_size, config.vocab_size
         if self.has_embedding:
-            self.embed = VocabParallelEmbedding(vocab, hidden, **place)
+            self.embed = VocabParallelEmbedding(vocab, hidden, shares=self.cuts.vocabulary, **place)
         self.layers = nn.ModuleList()
         place_on = torch.device(device or torch.get_default_device())
         self.elementwise = compiled(place_on) if compile else KERNELS
@@ -195,11 +203,14 @@ class Llama(nn.Module):
                 mixture,
                 config.window_of(number),
                 lora,
+                self.cuts,
             )
             self.layers.add_module(str(number), block)
         if self.part.head:
             self.norm = RMSNorm(hidden, config.rms_norm_eps, group=self.group, dtype=dtype, device="meta")
-            self.head = ColumnParallelLinear(hidden, vocab, keep_gathered=keep_gathered, **options)
+            self.head = ColumnParallelLinear(
+                hidden, vocab, keep_gathered=keep_gathered, shares=self.cuts.vocabulary, **options
+            )
         self._tie()
         if lora is not None:
             adapters.train_only_adapters(self)
@@ -244,7 +255,7 @@ class Llama(nn.Module):
             )
         x = self.hidden(ids, documents=documents)
         if labels is None:
-            logits = gather_features(self.head(x, batch * seq), self.group, self.config.vocab_size)
+            logits = self.gather_logits(self.head(x, batch * seq))
             if (rows := self._places(batch, seq, logits.device)) is not None:
                 logits = logits[rows.argsort()]
             return logits.view(batch, seq, -1)
@@ -299,7 +310,13 @@ class Llama(nn.Module):
         """Returns how many rows' logits are in memory at once for a loss of so many rows; 0: all."""
         if torch.compiler.is_compiling() or self.group.y is not None:
             return 0
-        return chunk_rows(rows, self.config.vocab_size // self.group.size * element_size)
+        # The same on all ranks, which exchange rows and statistics of the same chunks.
+        width = max(self.cuts.vocabulary, default=self.config.vocab_size // self.group.size)
+        return chunk_rows(rows, width * element_size)
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """Gathers this rank's logits [..., V_r] into those of the whole vocabulary, on every rank."""
+        return gather_features(logits, self.group, self.config.vocab_size, shares=self.cuts.vocabulary)
 
     def _chunked_loss(self, x: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
         return self._by_chunks(linear_cross_entropy, x, labels, options)
@@ -386,8 +403,8 @@ class Llama(nn.Module):
         step = ForwardPass(
             batch,
             seq,
-            config.num_attention_heads // self.group.size,
-            config.num_key_value_heads // self.group.size,
+            self.key_value_heads * config.num_attention_heads // config.num_key_value_heads,
+            self.key_value_heads,
             cos[places],
             sin[places],
             context,
@@ -500,6 +517,11 @@ class Llama(nn.Module):
             return hidden
         start, stop = shard_bounds(hidden, y.size, y.rank, "hidden_size")
         return stop - start
+
+    @property
+    def key_value_heads(self) -> int:
+        """Number of key/value heads on this rank."""
+        return self.cuts.groups_of(self.config, self.group.size)[self.group.rank]
 
     @property
     def has_embedding(self) -> bool:

@@ -56,6 +56,8 @@ class TensorShard:
     group: TensorGroup
     dim_y: int | None = None
     start_y: int = 0
+    shares: tuple[int, ...] = ()
+    """Indices of `dim` that each rank holds; () as `Shard` cuts."""
 
 
 def shards_of_model(name: str, module: nn.Module) -> Iterator[TensorShard]:
@@ -84,8 +86,10 @@ def shards_of_adapters(number: int, layer: nn.Module) -> Iterator[TensorShard]:
 
 def gather_full(shard: TensorShard) -> Tensor:
     """Returns the full tensor of `shard` on every rank. All ranks of its group must call this."""
-    cuts = zip(shard.group.axes, (shard.dim, shard.dim_y), strict=False)
-    return gather_whole(shard.local, [(axis, d, (shard.shape[d],)) for axis, d in cuts if d is not None])
+    cuts = zip(shard.group.axes, (shard.dim, shard.dim_y), (shard.shares, ()), strict=False)
+    return gather_whole(
+        shard.local, [(axis, d, (shard.shape[d],), shares) for axis, d, shares in cuts if d is not None]
+    )
 
 
 def _shards_of(module: nn.Module, names: dict[str, str], prefix: str = "") -> Iterator[TensorShard]:
@@ -97,7 +101,7 @@ def _shards_of(module: nn.Module, names: dict[str, str], prefix: str = "") -> It
             starts = {dim: ranges[0][0] for dim, ranges in layout.ranges(part).items()}
             dims = [(dim, starts.get(dim, 0)) for dim in (layout.dim, layout.dim_y)]
             name, shape = f"{prefix}{names[which]}.{kind}", tuple(part.shape)
-            yield TensorShard(name, shape, *dims[0], local, layout.group, *dims[1])
+            yield TensorShard(name, shape, *dims[0], local, layout.group, *dims[1], part.shares)
     if isinstance(module, SigmoidRouter):
         name = f"{prefix}{names['']}.{ROUTER_BIAS}"
         yield TensorShard(name, tuple(module.bias.shape), None, 0, module.bias, module.group)

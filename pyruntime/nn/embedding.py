@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -24,7 +25,8 @@ class VocabParallelEmbedding(ParallelModule):
     all tokens (all-reduce). State dict: "weight", DTensor with Shard(0). With a group of two axes, rank (r,
     s) holds [V/X, D/Y], and the result has this rank's features of D, cut over y.
 
-    padding_idx: as in nn.Embedding, its row gets no gradient. hook: see ParallelModule. Raises ValueError
+    padding_idx: as in nn.Embedding, its row gets no gradient. shares: the rows of the table that each rank
+    holds; (): as Shard cuts, and always with two axes. hook: see ParallelModule. Raises ValueError
     where the group leaves a rank without rows, and IndexError for an id outside [0, V) on CPU; elsewhere the
     device asserts it."""
 
@@ -37,6 +39,7 @@ class VocabParallelEmbedding(ParallelModule):
         sequence_parallel: bool = True,
         dim: int = 0,
         padding_idx: int | None = None,
+        shares: Sequence[int] = (),
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         hook: LayerHook | None = None,
@@ -48,7 +51,7 @@ class VocabParallelEmbedding(ParallelModule):
         self.dim = dim
         self.last_cut_rows = sequence_parallel
         self.padding_idx = padding_idx
-        table = [Part("weight", (num_embeddings, embedding_dim))]
+        table = [Part("weight", (num_embeddings, embedding_dim), shares=tuple(shares))]
         self.add_parameter("weight", 0, table, dtype, device, dim_y=1)
         layout = self._layouts["weight"]
         self.vocab_start, self.vocab_end = layout.ranges(layout.parts[0])[0][0]

@@ -1,5 +1,6 @@
 """Converts between a rank's shards and the tensors of state dicts. Shards become DTensors; those of packed
-linears, and rows of stacks of experts, become a subclass, because torch has no placement for them."""
+linears, shards of unequal sizes, and rows of stacks of experts, become a subclass, because torch has no
+placement for them."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
-from pyruntime.nn.parameters import Cut, Part, in_order, own_of
+from pyruntime.nn.parameters import Cut, Part, in_order, own_of, padding_of
 from pyruntime.nn.rows import blocks_of, row_count, shape_of_rows
 
 aten = torch.ops.aten
@@ -43,6 +45,7 @@ class BlocksDTensor(DTensor):
     """A tensor of which this rank holds blocks that no placement of torch describes:
 
         [part0_r | part1_r | ..]     of a packed linear's [.., sum of n_i, ..]
+        n_r of [.., n, ..]           where the part's `shares` say how many elements each rank holds
         rows of a stack [E, m, n]    that begin or end within a matrix; the local tensor is [rows, n]
 
     Its own placement says "Shard", but nothing relies on it: a checkpoint (torch.distributed.checkpoint)
@@ -96,12 +99,16 @@ class BlocksDTensor(DTensor):
             local = dtensor(local, self.shard_mesh, [Shard(0)], every).full_tensor().view(shape)
         if not layout.cut_over:
             return local
-        mesh = layout.group.mesh(local.device.type)
-        gathered = dtensor(local, mesh, layout.placements, self.part.shape).full_tensor()
-        if not self.part.packed:
-            return gathered
-        assert layout.dim is not None
-        return in_order(gathered, layout.dim, layout.group.size, self.part.packed)
+        mesh, part, size = layout.group.mesh(local.device.type), self.part, layout.group.size
+        if not part.is_in_blocks:
+            return dtensor(local, mesh, layout.placements, part.shape).full_tensor()
+        dim, padded = layout.dim, list(part.shape)
+        assert dim is not None  # only what is cut is in blocks, over one axis
+        missing = padding_of(padded[dim], size, local.shape[dim], part.shares)
+        local = pad(local, [0, 0] * (local.dim() - 1 - dim) + [0, missing])
+        padded[dim] = size * local.shape[dim]
+        gathered = dtensor(local, mesh, layout.placements, padded).full_tensor()
+        return in_order(gathered, dim, size, part.packed or (part.shape[dim],), part.shares)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **_: Any
@@ -218,7 +225,7 @@ class Layout(Cut):
     def to_dtensor(self, part: Part, shard: Tensor) -> DTensor:
         """Makes the DTensor of one part over the storage of this rank's shard."""
         mesh = self.group.mesh(shard.device.type)
-        if part.packed:
+        if part.is_in_blocks:
             return BlocksDTensor.of(shard, self, part, mesh, self.placements)
         return dtensor(shard, mesh, self.placements, part.shape)
 
@@ -228,7 +235,7 @@ class Layout(Cut):
         placed differently. Raises ValueError for any other shape."""
         local_shape = self.local_shape_of(part)
         if isinstance(value, DTensor):
-            if isinstance(value, BlocksDTensor) or part.packed:
+            if isinstance(value, BlocksDTensor) or part.is_in_blocks:
                 return self._part_in_blocks(part, value)
             mesh = self.group.mesh(value.device_mesh.device_type) if self.group.name else None
             if tuple(value.shape) == part.shape and value.device_mesh == mesh:

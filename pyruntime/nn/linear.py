@@ -10,7 +10,8 @@ x is [M, K] and W [N, K], as in nn.Linear. Rank r of P holds rows x_r of x (sequ
         replicated y        y   [M, N]   = sum_r x_r @ W_r^T            matmul_all_reduce
 
 A column layer followed by a row layer is a whole MLP or attention block with one communication at each end.
-Features are cut as DTensor cuts them (parameters.py), rows as torch.tensor_split does; P need divide neither.
+Features are cut as DTensor cuts them (parameters.py), or by `shares`, for ranks of unequal speed; rows as
+torch.tensor_split does. P need divide neither.
 
 With a group of two axes, x and y, the residual stream's features are cut over y, and W both ways (AxoNN,
 arXiv 2305.13525, algorithm 1). Rank (r, s) of X x Y ranks holds features s of its x:
@@ -63,8 +64,10 @@ class ParallelLinear(ParallelModule):
     with the rounded rows (docs/how-to/slow-network.md); strict (False): raise where a slower tier would run;
     transposed (False): store weights as [in_features, out_features], as transformers' Conv1D does; packed
     (()): sizes of the parts (q, k and v) that make up the out_features of a column linear, each cut by
-    itself, so that a rank holds [part0_r | part1_r | ..]; dtype; device; hook (None): see ParallelModule.
-    Raises ValueError for packed over two axes, and for a wire where no rows are gathered.
+    itself, so that a rank holds [part0_r | part1_r | ..]; shares (()): how many of the features that are cut
+    each rank holds, for several linears by their names; dtype; device; hook (None): see ParallelModule.
+    Raises ValueError for packed or shares over two axes, for shares that do not cut the features, and for a
+    wire where no rows are gathered.
 
     Initialisation draws the full weights as nn.Linear does, and each rank keeps its shard: the model is the
     same for every tp, provided that all ranks have the same seed."""
@@ -88,6 +91,7 @@ class ParallelLinear(ParallelModule):
         strict: bool = False,
         transposed: bool = False,
         packed: Sequence[int] = (),
+        shares: Sequence[int] | Mapping[str, Sequence[int]] = (),
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         hook: LayerHook | None = None,
@@ -128,14 +132,24 @@ class ParallelLinear(ParallelModule):
                 f"A linear of the parts {list(self.packed)} is cut part by part, which works over one axis "
                 "only; use a mesh of one dimension."
             )
+        self.shares = self._shares_of(parts, shares)
         weight_cut = 1 - weight_cut if transposed else weight_cut
         weights = [
-            Part(f"{prefix}weight", (in_features, n) if transposed else (n, in_features), self.packed)
+            Part(
+                f"{prefix}weight",
+                (in_features, n) if transposed else (n, in_features),
+                self.packed,
+                self.shares[prefix],
+            )
             for prefix, n in parts.items()
         ]
         self.add_parameter("weight", weight_cut, weights, dtype, device, dim_y=1 - weight_cut)
         if bias:
-            biases = [Part(f"{prefix}bias", (size,), self.packed) for prefix, size in parts.items()]
+            cut_as_weights = {} if bias_cut is None else self.shares
+            biases = [
+                Part(f"{prefix}bias", (size,), self.packed, cut_as_weights.get(prefix, ()))
+                for prefix, size in parts.items()
+            ]
             bias_cut_y = 0 if bias_cut is None else None
             self.add_parameter("bias", bias_cut, biases, dtype, device, dim_y=bias_cut_y)
         else:
@@ -156,6 +170,25 @@ class ParallelLinear(ParallelModule):
         options = {"dtype": first.weight.dtype, **options, "group": group, "device": "meta"}
         options["transposed"] = is_transposed(first)
         return cls(features_of(first)[0], out_features, first.bias is not None, **options)._take(parts)
+
+    def _shares_of(
+        self, parts: Mapping[str, int], shares: Sequence[int] | Mapping[str, Sequence[int]]
+    ) -> dict[str, tuple[int, ...]]:
+        """Returns the shares of each part, by the prefix of its keys; () without any."""
+        if isinstance(shares, Mapping):
+            given = {f"{name}.": each for name, each in shares.items()}
+        else:
+            given = {"": shares} if shares else {}
+        if unknown := given.keys() - parts.keys():
+            raise ValueError(
+                f"shares name the parts {sorted(unknown)}, and the linear has {list(parts)}; name those."
+            )
+        found = {prefix: tuple(given.get(prefix, ())) for prefix in parts}
+        if any(found.values()) and (self.packed or self.group.y is not None):
+            raise ValueError(
+                "A linear that is cut part by part, or over two axes, is cut equally; leave out its shares."
+            )
+        return found
 
     def _check_wire(self, wire: WireFormat) -> WireFormat:
         check_value("wire", wire, values(WireFormat))
@@ -246,7 +279,9 @@ class ColumnParallelLinear(ParallelLinear):
         self.check_width(x, self._width)
         (y,) = self.multiply(x, rows)
         self.note(y.numel() // y.size(-1), self.sequence_parallel)
-        return gather_features(y, self.group, *self.sizes) if self.gather_output else y
+        if not self.gather_output:
+            return y
+        return gather_features(y, self.group, *self.sizes, shares=self.shares.get("", ()))
 
     def check_width(self, x: Tensor, width: int) -> None:
         """Raises ValueError unless x has `width` features."""
@@ -379,7 +414,7 @@ class RowParallelLinear(ParallelLinear):
                 f"{self.label or type(self).__name__} takes in_features={self.in_features}, but its "
                 f"input is {list(x.shape)}; with split_input it needs every feature of x."
             )
-        return split_features(x, self.group, self.in_features)
+        return split_features(x, self.group, self.in_features, self.shares[""])
 
     def check_width(self, x: Tensor) -> None:
         """Raises ValueError unless x has as many features as this rank holds."""

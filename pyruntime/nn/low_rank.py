@@ -91,10 +91,11 @@ class ColumnAdapter(Adapter):
         for name in self._names:
             part = Part(f"{name}.lora_A.weight", (rank, linear.in_features))
             self.add_parameter(f"A_{name}", None, [part], **like)
-        widths = [(name, linear.out_features[name]) for name in self._names]
-        self.add_parameter(
-            "B", 0, [Part(f"{name}.lora_B.weight", (width, rank)) for name, width in widths], **like
-        )
+        of_b = [
+            Part(f"{name}.lora_B.weight", (linear.out_features[name], rank), shares=linear.shares[f"{name}."])
+            for name in self._names
+        ]
+        self.add_parameter("B", 0, of_b, **like)
 
     def compute(self, y: Tensor, x: Tensor, rows: int) -> Tensor:
         wanted = [self._parameters[f"A_{name}"] for name in self._names]
@@ -126,7 +127,8 @@ class RowAdapter(Adapter):
     def __init__(self, linear: RowParallelLinear, rank: int, scale: float):
         super().__init__(linear, scale)
         like = {"dtype": linear.weight.dtype, "device": linear.weight.device}
-        self.add_parameter("A", 1, [Part("lora_A.weight", (rank, linear.in_features))], **like)
+        part = Part("lora_A.weight", (rank, linear.in_features), shares=linear.shares[""])
+        self.add_parameter("A", 1, [part], **like)
         self.add_parameter("B", None, [Part("lora_B.weight", (linear.out_features, rank))], **like)
 
     def compute(self, y: Tensor, x: Tensor) -> Tensor:

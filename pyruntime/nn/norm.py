@@ -12,7 +12,7 @@ Rank s of Y holds the features x_s [M, D/Y] of the same M rows. Statistics are f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -101,7 +101,8 @@ class RMSNorm(ParallelModule):
     `group`. All ranks' rows contribute to its gradient, so the backward sums it over the group. group=None:
     rows are not cut (or the norm is replicated), and nothing is summed. A group of two axes cuts features
     over y: input [..., D/Y], weight [D/Y]. is_cut: features are cut over `group`, and rows are not: input
-    [..., D/P], weight [D/P]. State dict: "weight", a DTensor; plain without a group."""
+    [..., D/P], weight [D/P]; with `shares`, rank r holds shares[r] of them. State dict: "weight", a DTensor;
+    plain without a group."""
 
     def __init__(
         self,
@@ -110,13 +111,14 @@ class RMSNorm(ParallelModule):
         *,
         group: Group | TensorGroup | None = None,
         is_cut: bool = False,
+        shares: Sequence[int] = (),
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
         super().__init__(group)
         self.dim = dim
         self.eps, self.is_cut = eps, is_cut
-        part, dim_y = Part("weight", (dim,)), None if is_cut else 0
+        part, dim_y = Part("weight", (dim,), shares=tuple(shares)), None if is_cut else 0
         self.add_parameter("weight", 0 if is_cut else None, [part], dtype, device, dim_y=dim_y)
         self.reset_parameters()
 

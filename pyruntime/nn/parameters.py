@@ -13,8 +13,10 @@ A group may have a second axis, y, over which another dimension, `Layout.dim_y`,
 
 Only state dicts hold DTensors, those of the model and of torch's optimizers (optimizer_states.py).
 **Parameters are cut as DTensor's `Shard` cuts (`torch.chunk`: every rank ceil(n / P), the last ones less)**,
-because `full_tensor()` and `torch.distributed.checkpoint` support no other cut. Rows of activations are cut
-as `torch.tensor_split` cuts. Both agree where P divides n, and the largest shard is ceil(n / P) in both."""
+because `full_tensor()` and `torch.distributed.checkpoint` support no other cut of a DTensor. Parts with
+`shares` are cut into the sizes that these say, for ranks of unequal speed. Rows of activations are always
+cut as `torch.tensor_split` cuts. It agrees with `Shard` where P divides n, and the largest shard is
+ceil(n / P) in both."""
 
 from __future__ import annotations
 
@@ -169,12 +171,22 @@ def shard_bounds(size: int, world_size: int, rank: int, what: str = "a dimension
 
 
 def ranges_of(
-    sizes: Sequence[int], world_size: int, rank: int, what: str = "features"
+    sizes: Sequence[int], world_size: int, rank: int, what: str = "features", shares: Sequence[int] = ()
 ) -> list[tuple[int, int]]:
     """Returns [start, stop), counted in the full dimension, that rank `rank` holds of each of its parts. A
-    single part is cut by `shard_bounds`.
+    single part is cut by its `shares`, or without any by `shard_bounds`.
 
-    Raises ValueError, naming `what`, where `world_size` does not divide one of several parts."""
+    Raises ValueError, naming `what`, where `world_size` does not divide one of several parts, or `shares` do
+    not give every rank something and together the whole."""
+    if shares:
+        if len(sizes) > 1 or len(shares) != world_size or min(shares) < 1 or sum(shares) != sum(sizes):
+            raise ValueError(
+                f"The shares {list(shares)} do not cut {what}, which is {' + '.join(map(str, sizes))}, over "
+                f"{world_size} ranks; give one tensor a number of at least 1 for each rank, with its size as "
+                "their sum."
+            )
+        start = sum(shares[:rank])
+        return [(start, start + shares[rank])]
     if len(sizes) == 1:
         return [shard_bounds(sizes[0], world_size, rank, what)]
     found, begin = [], 0
@@ -196,12 +208,24 @@ def own_of(whole: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor
     return torch.cat(own, dim) if len(own) > 1 else own[0]
 
 
-def in_order(gathered: Tensor, dim: int, world_size: int, sizes: Sequence[int]) -> Tensor:
+def padding_of(size: int, world_size: int, held: int, shares: Sequence[int] = ()) -> int:
+    """Returns by how much a shard that holds `held` of `size` elements is shorter than the largest."""
+    return (max(shares) if shares else -(-size // world_size)) - held
+
+
+def in_order(
+    gathered: Tensor, dim: int, world_size: int, sizes: Sequence[int], shares: Sequence[int] = ()
+) -> Tensor:
     """Returns the full tensor, part after part. `gathered` holds the shards [part0_r | part1_r | ..] of all
-    ranks, one rank after the other along `dim`."""
+    ranks, one rank after the other along `dim`, each padded at its end to the size of the largest."""
     dim %= gathered.dim()
-    shares = gathered.unflatten(dim, (world_size, -1)).split([n // world_size for n in sizes], dim + 1)
-    return torch.cat([share.flatten(dim, dim + 1) for share in shares], dim)
+    if shares:
+        of_ranks = gathered.unflatten(dim, (world_size, -1)).unbind(dim)
+        return torch.cat([each.narrow(dim, 0, n) for each, n in zip(of_ranks, shares, strict=True)], dim)
+    if len(sizes) == 1:
+        return gathered.narrow(dim, 0, sizes[0])  # only the last ranks hold less
+    of_parts = gathered.unflatten(dim, (world_size, -1)).split([n // world_size for n in sizes], dim + 1)
+    return torch.cat([part.flatten(dim, dim + 1) for part in of_parts], dim)
 
 
 @dataclass(frozen=True)
@@ -209,11 +233,18 @@ class Part:
     """One full tensor of a state dict: its key inside the module, and its full shape.
 
     packed: sizes of the parts (q, k and v in one linear) that follow each other along the dimension that is
-    cut, where each part is cut by itself; () where the tensor is cut as one."""
+    cut, where each part is cut by itself; () where the tensor is cut as one. shares: what each rank holds of
+    the dimension that is cut over the group's first axis; () where `Shard` says it."""
 
     key: str
     shape: tuple[int, ...]
     packed: tuple[int, ...] = ()
+    shares: tuple[int, ...] = ()
+
+    @property
+    def is_in_blocks(self) -> bool:
+        """Whether no placement of torch describes what a rank holds."""
+        return bool(self.packed or self.shares)
 
 
 @dataclass(frozen=True)
@@ -250,12 +281,14 @@ class Cut:
         """The placements of its DTensors over the axes of the group."""
         return [Replicate() if dim is None else Shard(dim) for _, dim in self.cuts]
 
-    def cuts_of(self, part: Part) -> list[tuple[TensorGroup, int, tuple[int, ...]]]:
-        """Returns (axis, dimension, sizes) for each axis over which `part` is cut. Each of the sizes along
-        the dimension is cut by itself."""
+    def cuts_of(self, part: Part) -> list[tuple[TensorGroup, int, tuple[int, ...], tuple[int, ...]]]:
+        """Returns (axis, dimension, sizes, shares) for each axis over which `part` is cut. Each of the sizes
+        along the dimension is cut by itself."""
         packed = {self.dim: part.packed} if part.packed else {}
         return [
-            (axis, dim, packed.get(dim, (part.shape[dim],))) for axis, dim in self.cuts if dim is not None
+            (axis, dim, packed.get(dim, (part.shape[dim],)), part.shares if dim == self.dim else ())
+            for axis, dim in self.cuts
+            if dim is not None
         ]
 
     def ranges(self, part: Part) -> dict[int, list[tuple[int, int]]]:
@@ -263,9 +296,13 @@ class Cut:
         one for each packed part."""
         return {
             dim: ranges_of(
-                sizes, axis.size, axis.rank, part.key if len(sizes) > 1 else f"dimension {dim} of {part.key}"
+                sizes,
+                axis.size,
+                axis.rank,
+                part.key if len(sizes) > 1 else f"dimension {dim} of {part.key}",
+                shares,
             )
-            for axis, dim, sizes in self.cuts_of(part)
+            for axis, dim, sizes, shares in self.cuts_of(part)
         }
 
     def local_shape_of(self, part: Part) -> tuple[int, ...]:
