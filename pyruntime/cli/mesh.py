@@ -57,6 +57,11 @@ def report(config: RunConfig, ranks: int, per_host: int) -> str:
                 f"{key}={wire}: mesh counts only bytes that are not rounded; leave the option out, or read "
                 "them in the metrics of a run."
             )
+    if str(run.cuts):
+        raise ConfigError(
+            f"parallel.tp_speeds={list(config.parallel.tp_speeds)}: mesh counts the bytes of equal parts; "
+            "leave the option out, or read those of each rank in the metrics of a run."
+        )
     if ranks % per_host:
         raise ConfigError(f"--ranks_per_host={per_host} does not divide {ranks} ranks; use a divisor.")
     on_device = config.train.device == "cuda"

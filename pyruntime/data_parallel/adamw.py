@@ -121,10 +121,10 @@ def _check_matrix(
     if rounding != "nearest":
         raise ValueError(f'rounding="{rounding}" needs AdamW, and Muon updates {part.key}; use "nearest".')
     layout = getattr(parameter, "tp_layout", None)
-    if layout is not None and layout.group.size > 1 and any(each.packed for each in layout.parts):
+    if layout is not None and layout.group.size > 1 and any(each.is_in_blocks for each in layout.parts):
         raise ValueError(
-            f"{part.key} holds several matrices, each cut over {layout.group} by itself, but Muon would take "
-            "it as one; leave it to AdamW."
+            f"{part.key} is cut over {layout.group} unequally, or as several matrices, and Muon takes one "
+            "matrix in equal parts; leave it to AdamW."
         )
     if parameter in shared:
         raise ValueError(f"{part.key} is shared with another part of the model; leave it to AdamW.")

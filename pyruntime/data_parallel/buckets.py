@@ -237,8 +237,11 @@ def _parts_of(name: str, parameter: nn.Parameter) -> list[tuple[str, tuple[int, 
 
 def bytes_of(parameter: nn.Parameter) -> int:
     """Returns the bytes by which a parameter's bucket is chosen. Ranks with other experts, of which the last
-    may have fewer, share the order of buckets: so the rank's with most count."""
+    may have fewer, share the order of buckets: so the rank's with most count. So they do for unequal shares
+    of tensor-parallel ranks, which must agree on what stage 3 cuts."""
     layout = getattr(parameter, "tp_layout", None)
+    if layout is not None and any(part.shares for part in layout.parts):
+        return parameter.nbytes // parameter.shape[layout.dim] * sum(map(layout.largest, layout.parts))
     if layout is None or layout.group.copies is None:
         return parameter.nbytes
     experts, *others = layout.parts[0].shape

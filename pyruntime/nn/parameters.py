@@ -305,6 +305,11 @@ class Cut:
             for axis, dim, sizes, shares in self.cuts_of(part)
         }
 
+    def largest(self, part: Part) -> int:
+        """Returns the most that a rank of the first axis holds of the dimension that is cut over it."""
+        assert self.dim is not None
+        return padding_of(part.shape[self.dim], self.group.size, 0, part.shares)
+
     def local_shape_of(self, part: Part) -> tuple[int, ...]:
         shape = list(part.shape)
         for dim, ranges in self.ranges(part).items():

@@ -225,7 +225,7 @@ def _states_of_rank(
     """Returns the bytes of weights, gradients and optimizer states of a rank with so many layers, and with so
     many parameters in matrices and vectors; and those that Muon needs besides."""
     model, micro_batches = job.model, mesh.micro_batches(job.batch)
-    cut = mesh.tp * mesh.x * mesh.y * mesh.z
+    cut = mesh.tp_cut * mesh.x * mesh.y * mesh.z
     # A rank has whole experts, of which ZeRO cuts the rows: the fullest has more than its share.
     of_all = layers * model.layer_experts
     fullest = of_all * model.fullest(mesh.experts_over) / cut_of_experts(mesh)
@@ -233,7 +233,7 @@ def _states_of_rank(
     if job.adapters is None:
         weights, gradients, optimizer = states(parameters, mesh, micro_batches, rules)
     else:
-        own = layers * job.adapters.parameters(mesh.tp)
+        own = layers * job.adapters.parameters(mesh.tp_cut)
         weights, gradients, optimizer = states(own, mesh, micro_batches, rules)
         weights += states(parameters, mesh, micro_batches, rules)[0]  # frozen weights have nothing else
     of_experts = states(fullest, mesh, micro_batches, rules, mesh.experts_shard)
@@ -276,7 +276,7 @@ def memory_of_rank(
     rules = rules.of(job)
     model, last = job.model, last_stage_rank(mesh)
     micro_batches = mesh.micro_batches(job.batch)
-    cut = mesh.tp * mesh.x * mesh.y * mesh.z
+    cut = mesh.tp_cut * mesh.x * mesh.y * mesh.z
     if layers is None:
         layers = layers_by_rank(model, mesh)[rank]
     matrices, vectors = parameters_of_rank(model, 1, layers, rank == 0, rank == last)
@@ -332,7 +332,7 @@ def memory_of_rank(
 def _logits(model: ModelShape, tokens: float, mesh: Mesh, rules: Rules, waiting: int, trains: bool) -> float:
     """Returns the bytes of the last norm's results, the logits and what their loss keeps. waiting: weight
     gradients that wait. trains: whether the head does."""
-    rows, width = tokens / mesh.slices, model.vocab / (mesh.tp * mesh.x)
+    rows, width = tokens / mesh.slices, model.vocab / (mesh.tp_cut * mesh.x)
     normed = 2 * rules.element * tokens * model.hidden / (mesh.tp * mesh.y)
     chunk = 0
     if rules.head_rows is not None and mesh.y == 1:
@@ -395,6 +395,8 @@ def _one_layer(model: ModelShape, tokens: float, mesh: Mesh, rules: Rules) -> fl
         wide, cut = _wide(model, mesh.recompute), _cut(model, rules, mesh.recompute)
         return tokens * (wide / mesh.y + cut / mesh.x)
     kept = layer_activations(model, tokens, mesh.tp, rules, mesh.recompute)
+    if mesh.tp_share:
+        kept += tokens * _cut(model, rules, mesh.recompute) * (mesh.tp_share - 1 / mesh.tp)
     if model.experts and mesh.recompute != "full":
         busiest = min(IMBALANCE, mesh.experts_over) - 1
         kept += busiest * tokens * 4 * model.per_token * model.expert_ffn / mesh.tp
@@ -414,7 +416,7 @@ def _workspaces(job: Job, mesh: Mesh, tokens: float, rules: Rules) -> float:
     model = job.model
     bytes_ = 0.0
     if mesh.zero == 3 and mesh.shard > 1 and not mesh.tau:
-        layer = (model.layer_matrices - model.layer_experts) / mesh.tp
+        layer = (model.layer_matrices - model.layer_experts) / mesh.tp_cut
         layer += model.layer_experts / mesh.experts_over
         bytes_ += 2 * rules.weight * layer  # the current layer and the next one
     if mesh.z > 1:
@@ -427,9 +429,9 @@ def _workspaces(job: Job, mesh: Mesh, tokens: float, rules: Rules) -> float:
         if mesh.ep > 1:
             bytes_ += SLOTS * rules.element * tokens / mesh.tp * mesh.ep * model.hidden
         if mesh.dp * mesh.cp > 1:
-            trained, largest = model.parameters / (mesh.tp * mesh.pp), model.largest / mesh.tp
+            trained, largest = model.parameters / (mesh.tp_cut * mesh.pp), model.largest / mesh.tp_cut
             if job.adapters is not None:
-                trained = job.adapters.parameters(mesh.tp) * model.layers / mesh.pp
+                trained = job.adapters.parameters(mesh.tp_cut) * model.layers / mesh.pp
                 largest = largest if mesh.zero == 3 else job.adapters.largest
             bucket = rules.weight * largest
             if mesh.zero < 3:

@@ -78,6 +78,13 @@ class Mesh:
     """Layers of each pipeline stage if chosen; empty: as the trainer cuts them."""
     ep: int = 0
     """Ranks over which experts lie, if not those of tp (0)."""
+    tp_share: float = 0.0
+    """Largest share of weights that a rank of tp holds, if they are unequal (0: they are not)."""
+
+    @property
+    def tp_cut(self) -> float:
+        """By how much less than all a rank of tp holds of weights; the one with most counts."""
+        return 1 / self.tp_share if self.tp_share else self.tp
 
     @property
     def is_axonn(self) -> bool:

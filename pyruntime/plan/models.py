@@ -22,7 +22,7 @@ class Adapters:
     unread: int = 0
     """Input features of a token, of the linears of a layer, that no adapter reads: they are not kept."""
 
-    def parameters(self, tp: int) -> float:
+    def parameters(self, tp: float) -> float:
         """Returns the parameters of one layer's adapters on a tensor-parallel rank."""
         whole = sum(into for _, into in self.columns) + sum(out for out, _ in self.rows)
         cut = sum(out for out, _ in self.columns) + sum(into for _, into in self.rows)

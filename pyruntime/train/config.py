@@ -301,6 +301,9 @@ class Parallel:
     tp_wire: choices.WireFormat = "same"
     """Rounding of the rows (activations and their gradients) that tensor-parallel ranks gather. All ranks
     compute with the rounded values. Sums are not rounded."""
+    tp_speeds: tuple[float, ...] = ()
+    """Relative speeds of the tensor-parallel ranks, which hold heads, MLP features and vocabulary in
+    proportion, as 1 0.5 (docs/how-to/failures.md). Empty: equal parts."""
     hosts: choices.HostOrder = "started"
     """Order in which hosts fill the mesh."""
     rebalance: Literal["off", "on"] = "off"

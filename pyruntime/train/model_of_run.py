@@ -118,6 +118,7 @@ def _llama(run: ResolvedRun, runtime: Runtime, *, seed: int | None, **options: A
         seed=seed,
         lora=lora_of(run.config),
         experts=None if run.shape.mixture is None else runtime.ep,
+        speeds=run.config.parallel.tp_speeds,
         **options,
     )
 
@@ -127,11 +128,11 @@ def _context(run: ResolvedRun, runtime: Runtime) -> Context | None:
     asked, cp = run.config.context, run.mesh.cp
     if cp == 1:
         return None
-    heads = run.shape.num_key_value_heads // run.mesh.tp
-    if asked.variant == "ulysses" and heads % cp:
+    heads = run.cuts.groups_of(run.shape, run.mesh.tp)
+    if asked.variant == "ulysses" and (others := [each for each in heads if each % cp]):
         raise ConfigError(
             f"context.variant=ulysses deals out heads, but parallel.cp={cp} does not divide "
-            f"the {heads} key/value heads of a tensor-parallel rank; use "
+            f"the {others[0]} key/value heads of a tensor-parallel rank; use "
             f"{' or '.join(VARIANTS_OF_WHOLE_HEADS)}."
         )
     return Context(runtime.cp, asked.layout, asked.variant, asked.wire)

@@ -132,6 +132,7 @@ def planned(run: ResolvedRun, cluster: Cluster) -> tuple[Job, Mesh]:
         recompute=train.activation_checkpointing,
         layers=tuple(pipeline.layers),
         ep=0 if sizes.experts_over == sizes.tp else sizes.experts_over,
+        tp_share=run.cuts.largest_share(run.shape, sizes.tp) if str(run.cuts) else 0.0,
     )
     tau = _tau(config.data_parallel)
     if sizes.tp_y > 1:

@@ -22,6 +22,7 @@ from pyruntime.llama import origin, stage
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import ModelPart
 from pyruntime.llama.stage_profile import costed
+from pyruntime.llama.tensor_cuts import TensorCuts, tensor_cuts
 from pyruntime.pipeline import Costs, Schedule, make_schedule, placement_of
 from pyruntime.pipeline.skipping import shares as shares_of
 from pyruntime.pipeline.split import split_layers
@@ -68,6 +69,8 @@ class ResolvedRun:
     """The rank of each pipeline stage; without a pipeline there is one stage."""
     layers: tuple[range, ...]
     """The layers of each stage."""
+    cuts: TensorCuts
+    """What each tensor-parallel rank holds, if that is unequal."""
     outer: Method | None
     """Method by which replicas synchronize; None if they sum their gradients in every step."""
     compression: Compression | None
@@ -183,6 +186,8 @@ def resolve(config: RunConfig, shape: LlamaConfig, world_size: int) -> ResolvedR
     """Returns the run of a configuration from `settled` for a model of that shape. Raises ConfigError if its
     pipeline is impossible."""
     mesh, compression = mesh_of(config, world_size), _compression(config)
+    with refusing("parallel."):
+        cuts = tensor_cuts(shape, mesh.tp, config.parallel.tp_speeds, mesh.ep)
     return ResolvedRun(
         config,
         shape,
@@ -193,9 +198,10 @@ def resolve(config: RunConfig, shape: LlamaConfig, world_size: int) -> ResolvedR
         _slices(config),
         _placement(config),
         tuple(_layers(config, shape)),
+        cuts,
         None if meets_every_step(config) else outer_method(config),
         compression,
-        _facts(config, shape, mesh, compression),
+        _facts(config, shape, mesh, compression, cuts),
     )
 
 
@@ -319,7 +325,11 @@ def adapters_in_words(config: RunConfig) -> str:
 
 
 def _facts(
-    config: RunConfig, shape: LlamaConfig, mesh: MeshSizes, compression: Compression | None
+    config: RunConfig,
+    shape: LlamaConfig,
+    mesh: MeshSizes,
+    compression: Compression | None,
+    cuts: TensorCuts,
 ) -> CheckpointFacts:
     of_replicas = "" if meets_every_step(config) else f" of {mesh.dp_replicate} replicas"
     if config.data_parallel.members:
@@ -330,6 +340,7 @@ def _facts(
         pieces = f" in {PIECES} pieces" if in_pieces else ""
         sizes = ", ".join(f"{name}={size}" for name, size in mesh.axes.items())
         compressed = f"{compression}{pieces} at zero={config.parallel.zero} over {sizes}"
+        compressed += f", cut {cuts}" if str(cuts) else ""
     return CheckpointFacts(
         0,
         config.train.dtype,

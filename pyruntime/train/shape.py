@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.hf import read_config
 from pyruntime.llama.mixture import Mixture
 from pyruntime.llama.presets import preset
+from pyruntime.llama.tensor_cuts import tensor_cuts
 from pyruntime.nn.parameters import shard_bounds
 from pyruntime.train.config import Model, RunConfig, mesh_of
 from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer
@@ -39,7 +41,10 @@ def open_model(config: RunConfig, world_size: int) -> tuple[Tokenizer, LlamaConf
     """Returns a run's tokenizer, and the shape of its model on `world_size` ranks. Raises ConfigError."""
     data, model, mesh = config.data, config.model, mesh_of(config, world_size)
     tokenizer = open_tokenizer(data.tokenizer, model.init_from, data.paths)
-    shape = llama_config(model, tokenizer.vocab_size, config.train.seq_len, mesh.tp, mesh.tp_y, mesh.ep)
+    speeds = config.parallel.tp_speeds
+    shape = llama_config(
+        model, tokenizer.vocab_size, config.train.seq_len, mesh.tp, mesh.tp_y, mesh.ep, speeds
+    )
     check_shape(config, shape)
     check_experts_over(config, shape, mesh)
     check_lora_of(config, shape)
@@ -48,10 +53,16 @@ def open_model(config: RunConfig, world_size: int) -> tuple[Tokenizer, LlamaConf
 
 
 def llama_config(
-    model: Model, vocab_needed: int, seq_len: int, tp: int, tp_y: int = 1, ep: int | None = None
+    model: Model,
+    vocab_needed: int,
+    seq_len: int,
+    tp: int,
+    tp_y: int = 1,
+    ep: int | None = None,
+    tp_speeds: Sequence[float] = (),
 ) -> LlamaConfig:
     """Returns the shape that [model] asks for, with room for `vocab_needed` tokens and sequences of `seq_len`
-    tokens, on `tp * tp_y` tensor-parallel ranks, with experts over `ep` (None: tp) ranks.
+    tokens, on `tp * tp_y` tensor-parallel ranks of `tp_speeds`, with experts over `ep` (None: tp) ranks.
 
     Raises ConfigError if the sizes do not fit each other, the tokenizer or the number of ranks.
     """
@@ -59,8 +70,11 @@ def llama_config(
     with refusing(f"{asked}: ", (ValueError, OSError)):
         shape = _from_checkpoint(model) if model.init_from else _from_preset(model, vocab_needed)
         shape = _with_positions(shape, seq_len)
-        shape.check_tp(tp, ep)
+        if not tp_speeds:
+            shape.check_tp(tp, ep)
         shard_bounds(shape.hidden_size, tp_y, 0, "hidden_size over y")
+    with refusing("parallel."):
+        tensor_cuts(shape, tp, tp_speeds, ep)
     if shape.vocab_size < vocab_needed:
         raise ConfigError(
             f"model.vocab_size={shape.vocab_size} is smaller than the tokenizer's {vocab_needed} tokens; use "

@@ -171,7 +171,7 @@ def runs(folder: Path) -> dict[str, RunConfig]:
         "adapters": changed(
             base,
             lora={"rank": 4, "alpha": 6.0, "targets": ("q_proj", "v_proj", "o_proj"), "rslora": True},
-            parallel={"tp": 2, "pp": 2},
+            parallel={"tp": 2, "pp": 2, "tp_speeds": (1.0, 0.6)},
         ),
         "preferences": changed(
             base,

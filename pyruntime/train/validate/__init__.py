@@ -25,7 +25,7 @@ from pyruntime.train.errors import require
 from pyruntime.train.validate.adapter_options import check_lora
 from pyruntime.train.validate.model_folder import check_model_folder
 from pyruntime.train.validate.preference_options import check_dpo
-from pyruntime.train.validate.rebalance import check_rebalance
+from pyruntime.train.validate.rebalance import check_rebalance, check_tp_speeds
 from pyruntime.train.validate.replicas import check_compression, check_data_parallel, check_weight_wire
 from pyruntime.train.validate.sequences import check_context, check_pipeline, check_slices, check_tp_wire
 from pyruntime.train.validate.skipped_stages import check_skip
@@ -125,6 +125,7 @@ def check(config: RunConfig, world_size: int) -> None:
     _check_rings(config, world_size)
     check_slices(config, world_size)
     check_tp_wire(config, world_size)
+    check_tp_speeds(config)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyruntime.train.config import RunConfig, meets_every_step, micro_batches
+from pyruntime.train.config import Grid, RunConfig, meets_every_step, micro_batches
 from pyruntime.train.errors import require
 
 
@@ -41,6 +41,25 @@ def check_rebalance(config: RunConfig) -> None:
         f"{asked} with data_parallel.compression={compression}: compression residuals stay on "
         "the rank that held the layer; leave one of them out.",
     )
+
+
+def check_tp_speeds(config: RunConfig) -> None:
+    """Refuses options that know only equal parts of tensor-parallel ranks. The speeds themselves are checked
+    with the model's shape."""
+    speeds, tp = config.parallel.tp_speeds, config.parallel.tp
+    if not speeds:
+        return
+    members = config.data_parallel.members
+    for name, is_asked in (
+        (f"parallel.tp={tp}", isinstance(tp, Grid)),
+        ("optimizer.name=muon", config.optimizer.name == "muon"),
+        (f"data_parallel.members={members}", bool(members)),
+    ):
+        require(
+            not is_asked,
+            f"{name} supports equal parts of tensor-parallel ranks, and parallel.tp_speeds={list(speeds)}; "
+            "leave one of them out.",
+        )
 
 
 def _check_micro_batches(config: RunConfig) -> None:

@@ -67,9 +67,9 @@ def _check_predicted(config: RunConfig) -> None:
 def why_not_predicted(config: RunConfig) -> str:
     """Names an option that the planner does not know; empty if it can predict the run's steps."""
     names = (
-        "train.dtype train.micro_batches parallel.tp_wire parallel.rebalance data_parallel.members "
-        "data_parallel.compression data_parallel.weight_wire pipeline.slice_tokens pipeline.costs "
-        "pipeline.wire context.wire"
+        "train.dtype train.micro_batches parallel.tp_wire parallel.tp_speeds parallel.rebalance "
+        "data_parallel.members data_parallel.compression data_parallel.weight_wire "
+        "pipeline.slice_tokens pipeline.costs pipeline.wire context.wire"
     )
     unknown = [(name, value) for name, value, _ in changed(config, names)]
     tier, method = config.comm.tier, config.data_parallel.method

@@ -60,6 +60,8 @@ def skipped_in_words(run: ResolvedRun) -> str:
 def _axes(run: ResolvedRun) -> str:
     config, parallel, mesh = run.config, run.config.parallel, run.mesh
     axes = f"tp={parallel.tp or mesh.tp} with sequence parallelism"
+    if str(run.cuts):
+        axes += f", by speed {run.cuts}"
     if parallel.tp_wire != "same":
         axes += f", rows gathered as {parallel.tp_wire}"
     if run.shape.mixture is not None and mesh.experts_over != mesh.tp:
