@@ -234,6 +234,8 @@ def passes_of(
     elif run.config.parallel.rebalance == "on" or run.config.train.micro_batches:
         passes = Accumulated(run, model, sharded, preferences, clock)
         units, unit = run.micro_batches_of[runtime.coordinate.dp], "micro-batch"
+        if run.movable == "parts":
+            units, unit = run.work[runtime.coordinate.tp], "thousandth of an equal part"
     else:
         passes = Accumulated(run, model, sharded, preferences)
         return passes, SlowReport(runtime, every, clock, by_place=by_place) if clock else None

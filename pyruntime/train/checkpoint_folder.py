@@ -63,6 +63,9 @@ class CheckpointFacts:
     """Layers of each stage of the resumed pipeline, if layers have moved; else empty."""
     micro_batches: Sequence[int] = ()
     """Micro-batches of each data-parallel rank of the resumed run, if they have moved; else empty."""
+    tp_parts: Sequence[int] = ()
+    """Part of each tensor-parallel rank of the resumed run, in thousandths of an equal one, if they have
+    moved; else empty."""
     saved_at: float = 0.0
     """Time of saving, in seconds since 1970."""
     val_loss: float | None = None
@@ -243,7 +246,7 @@ def read(checkpoint: Path) -> CheckpointFacts:
         whole = whole and type(facts.in_a_row) is int and 0 <= facts.in_a_row <= facts.skipped
         whole = whole and type(facts.samples) is int and 0 <= facts.samples < 2**63
         whole = whole and all(type(block) is int and block >= 0 for block in facts.deal)
-        work = [*facts.layers, *facts.micro_batches]
+        work = [*facts.layers, *facts.micro_batches, *facts.tp_parts]
         whole = whole and all(type(count) is int and count >= 1 for count in work)
         whole = whole and all(isinstance(norm, float) and math.isfinite(norm) for norm in facts.norms)
         whole = whole and isinstance(facts.dtype, str) and isinstance(facts.compression, str)

@@ -309,7 +309,8 @@ class Parallel:
     rebalance: Literal["off", "on"] = "off"
     """on: if a rank stays slow, work moves away from it when a checkpoint is saved
     (docs/how-to/failures.md): layers of a pipeline, whatever pipeline.layers says; else micro-batches,
-    whatever train.micro_batches says."""
+    whatever train.micro_batches says; with dp=1 parts of layers of the tensor-parallel ranks, whatever
+    tp_speeds says."""
     dp_replicate: int = 1
     """Groups of data-parallel ranks that each hold a whole copy of the model (hybrid sharding); divides
     dp."""

@@ -98,7 +98,7 @@ class StepMetrics:
     slow: list[dict] | None = None
     """New findings about slow ranks and links after this step, as `slow.judge.Finding`."""
     moved: dict | None = None
-    """Layers or micro-batches that move after this step, as `slow.rebalance.Move`."""
+    """Work that moves after this step, as `slow.rebalance.Move`."""
 
     def to_json(self) -> str:
         """One line of JSON. Figures that are not finite become null, as a skipped step's loss."""

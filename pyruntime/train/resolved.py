@@ -15,6 +15,7 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Literal, TypeAlias, assert_never
 
 from pyruntime.data_parallel import Compression
 from pyruntime.data_parallel.compression.compressor import PIECES
@@ -25,7 +26,7 @@ from pyruntime.llama.stage_profile import costed
 from pyruntime.llama.tensor_cuts import TensorCuts, tensor_cuts
 from pyruntime.pipeline import Costs, Schedule, make_schedule, placement_of
 from pyruntime.pipeline.skipping import shares as shares_of
-from pyruntime.pipeline.split import split_layers
+from pyruntime.pipeline.split import least_largest, split_layers
 from pyruntime.plan import stage_costs
 from pyruntime.replicas.methods import Method
 from pyruntime.text import finite
@@ -46,6 +47,11 @@ from pyruntime.train.validate.replicas import outer_method
 from pyruntime.train.validate.skipped_stages import check_skip_of_shape
 
 FILE_NAME = "resolved.json"
+EQUAL_PART = 1000
+"""The `work` of a tensor-parallel rank that holds as much as the others."""
+Movable: TypeAlias = Literal["layers", "micro-batches", "parts"]
+_FACTS: dict[Movable, str] = {"layers": "layers", "micro-batches": "micro_batches", "parts": "tp_parts"}
+"""The fact of a checkpoint that says where it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,30 +144,52 @@ class ResolvedRun:
         return range(size * ends[ranks.start], size * ends[ranks.stop])
 
     @property
+    def movable(self) -> Movable:
+        """What may move away from a slow rank."""
+        if self.mesh.pp > 1:
+            return "layers"
+        return "micro-batches" if self.mesh.dp > 1 else "parts"
+
+    @property
     def work(self) -> tuple[int, ...]:
-        """The work that may move away from a slow rank: layers of each stage of a pipeline, else
-        micro-batches of each data-parallel rank."""
-        return tuple(map(len, self.layers)) if self.mesh.pp > 1 else self.micro_batches_of
+        """How much of it each one has: layers of each stage, micro-batches of each data-parallel rank, or the
+        part of each tensor-parallel rank in thousandths of an equal one."""
+        match self.movable:
+            case "layers":
+                return tuple(map(len, self.layers))
+            case "micro-batches":
+                return self.micro_batches_of
+            case "parts":
+                tp = self.mesh.tp
+                slowness = [1 / speed for speed in self.config.parallel.tp_speeds or (1.0,) * tp]
+                return tuple(least_largest(slowness, [0.0] * tp, 1, EQUAL_PART * tp))
+            case _:
+                assert_never(self.movable)
 
     def with_work(self, work: Sequence[int]) -> ResolvedRun:
         """Returns the run with this `work`. Raises ConfigError if it does not fit."""
-        if self.mesh.pp > 1:
-            config = _with_layers(self.config, work)
-        else:
-            train = dataclasses.replace(self.config.train, micro_batches=tuple(work))
-            config = dataclasses.replace(self.config, train=train)
+        match self.movable:
+            case "layers":
+                config = _with_layers(self.config, work)
+            case "micro-batches":
+                train = dataclasses.replace(self.config.train, micro_batches=tuple(work))
+                config = dataclasses.replace(self.config, train=train)
+            case "parts":
+                parallel = dataclasses.replace(self.config.parallel, tp_speeds=tuple(map(float, work)))
+                config = dataclasses.replace(self.config, parallel=parallel)
+            case _:
+                assert_never(self.movable)
         return resolve(config, self.shape, self.mesh.ranks)
 
     def moved_before(self, facts: CheckpointFacts) -> tuple[int, ...]:
         """Returns the `work` to which a checkpoint's run had moved; empty if it had not, or does not fit."""
-        moved = facts.layers if self.mesh.pp > 1 else facts.micro_batches
+        moved = getattr(facts, _FACTS[self.movable])
         return tuple(moved) if (len(moved), sum(moved)) == (len(self.work), sum(self.work)) else ()
 
     def moving(self, facts: CheckpointFacts, work: Sequence[int]) -> CheckpointFacts:
         """Returns the facts of a checkpoint with which a run goes on with that `work`."""
-        if self.mesh.pp > 1:
-            return dataclasses.replace(facts, layers=tuple(work))
-        return dataclasses.replace(facts, micro_batches=tuple(work))
+        changes: dict[str, Any] = {_FACTS[self.movable]: tuple(work)}
+        return dataclasses.replace(facts, **changes)
 
     def to_json(self) -> str:
         """Returns the content of FILE_NAME."""

@@ -4,16 +4,25 @@ checkpoints fit any other cut."""
 from __future__ import annotations
 
 import dataclasses
+import json
+import time
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from pyruntime.llama.tensor_cuts import TensorCuts
 from pyruntime.train import checkpoint_folder, planned, resolved
+from pyruntime.train import run as run_module
 from pyruntime.train.config import Checkpoint, Grid, RunConfig
 from pyruntime.train.errors import ConfigError
+from pyruntime.train.loop import Trainer
+from pyruntime.train.signals import StopRequest
 from tests.train import jobs
 
 SPEEDS = (1.0, 0.5)
+SLEEP_S = 0.08
+"""For a whole layer: far more than it takes on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +136,8 @@ def test_speeds_that_cut_nothing_are_refused(job, speeds, message):
 @pytest.mark.parametrize(
     ("section", "options", "message"),
     [
-        ("parallel", {"tp": Grid(2, 2)}, "parallel.tp={x = 2, y = 2} supports equal parts"),
-        ("optimizer", {"name": "muon"}, "optimizer.name=muon supports equal parts"),
+        ("parallel", {"tp": Grid(2, 2)}, "parallel.tp={x = 2, y = 2} needs equal parts"),
+        ("optimizer", {"name": "muon"}, "optimizer.name=muon needs equal parts"),
         ("model", {"experts": 4}, r"parallel.tp_speeds=\[1.0, 0.5\] do not support a model with experts"),
     ],
 )
@@ -146,3 +155,46 @@ def test_the_rank_with_most_counts_for_the_estimate(job):
     few, most = planned.estimate(equal), planned.estimate(unequal)
     assert most.weights == pytest.approx(few.weights * 1.5, rel=0.02)
     assert most.activations > few.activations
+
+
+def slowed_run(group, config: RunConfig):
+    """The cuts of the models that a run makes, one after the other. A rank sleeps in every layer for as long
+    as its part of it takes: rank 1 twice as long as the other for as large a part."""
+    made = jobs.runtime(group, config)
+    cuts = []
+
+    class Slowed(Trainer):
+        def __init__(self, *args):
+            super().__init__(*args)
+            cuts.append(self.model.cuts)
+            for block in self.model.layers:
+                part = block.down.weight.shape[1] / block.down.in_features
+                seconds = (1 + made.rank) * SLEEP_S * part
+                block.register_forward_pre_hook(lambda *_, seconds=seconds: time.sleep(seconds))
+
+    with patch.object(run_module, "Trainer", Slowed):
+        run_module.run(config, "slow", made, StopRequest())
+    return cuts
+
+
+@pytest.mark.alone
+def test_parts_leave_a_slow_rank_at_a_checkpoint(ranks, tmp_path, job):
+    config = in_folder(jobs.changed(job, "train", steps=20, slow_every=6, val_every=0), tmp_path)
+    stayed = ranks.run(jobs.history, 1, jobs.changed(config, "parallel", tp=1))[0]
+    config = in_folder(jobs.changed(config, "parallel", tp=2, rebalance="on"), tmp_path / "moved")
+    config = dataclasses.replace(config, checkpoint=Checkpoint(every_steps=18, keep=3))
+    before, after = ranks.run(slowed_run, 2, config)[1]
+    assert before == TensorCuts() and after.groups == (3, 1)
+    run_dir = tmp_path / "moved" / "run"
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    ((step, moved),) = [(line["step"], line["moved"]) for line in lines if "moved" in line]
+    assert (step, moved["before"]) == (18, [1000, 1000])
+    assert "parts of the tensor-parallel ranks, in thousandths of an equal one, go from" in moved["sentence"]
+    assert [line["loss"] for line in lines] == pytest.approx(jobs.curve(stayed, "loss"), abs=1e-4)
+    facts = checkpoint_folder.read(run_dir / "checkpoints" / "step-000020")
+    assert list(facts.tp_parts) == moved["after"] and sum(moved["after"]) == 2000
+    # Who goes on has the parts of the checkpoint, and without rebalance equal ones.
+    config = jobs.changed(jobs.changed(config, "train", steps=21), "checkpoint", resume=str(run_dir))
+    assert ranks.run(slowed_run, 2, config)[0] == [after]
+    config = jobs.changed(jobs.changed(config, "train", steps=22), "parallel", rebalance="off")
+    assert ranks.run(slowed_run, 2, config)[0] == [TensorCuts()]

@@ -1,5 +1,6 @@
 """Chooses how many layers each pipeline stage holds, or without a pipeline how many micro-batches each
-data-parallel rank takes, from the seconds that ranks need for one.
+data-parallel rank takes, or with neither how much of each layer each tensor-parallel rank holds, from the
+seconds that ranks need for one.
 
 Functions of numbers that all ranks have. The slowest rank sets the pace, so its seconds are minimized.
 Malleus (Li et al. 2024, arXiv 2410.13333) distributes layers by how far ranks straggle, and also regroups
@@ -17,7 +18,8 @@ import torch
 
 from pyruntime.comm import Runtime
 from pyruntime.pipeline.split import least_largest
-from pyruntime.train.resolved import ResolvedRun
+from pyruntime.train.errors import ConfigError
+from pyruntime.train.resolved import Movable, ResolvedRun
 from pyruntime.train.slow.judge import WINDOWS, Window
 from pyruntime.train.slow.windows import SlowReport
 
@@ -25,10 +27,24 @@ GAIN = 0.1
 """Least share of the slowest stage's seconds that a move must save."""
 
 
+_AXES: dict[Movable, int] = {"layers": 0, "micro-batches": 1, "parts": 3}
+"""The axis of `Runtime.by_axes` over which work moves."""
+_WORDS: dict[Movable, tuple[str, str]] = {
+    "layers": (
+        "layers of the stages",
+        "the ranks of the pipeline take {} s a step for each layer they hold",
+    ),
+    "micro-batches": ("micro-batches of the data-parallel ranks", "they take {} s for each of them"),
+    "parts": (
+        "parts of the tensor-parallel ranks, in thousandths of an equal one,",
+        "they take {} s a step for each thousandth",
+    ),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """Layers of each stage, or micro-batches of each data-parallel rank, before and after, and the expected
-    saving."""
+    """`ResolvedRun.work` before and after, and the expected saving."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -43,10 +59,20 @@ def move_of(run: ResolvedRun, runtime: Runtime, slow: SlowReport, is_moved: bool
     if len(slow.windows) < WINDOWS or not (slow.slow_ranks or is_moved):
         return None
     grid = runtime.by_axes(torch.arange(runtime.world.size()))
-    in_pipeline = run.mesh.pp > 1
-    ranks = (grid if in_pipeline else grid.movedim(1, 0)).flatten(1).tolist()
-    placement = run.placement if in_pipeline else range(run.mesh.dp)
-    return best_move(slow.windows, ranks, placement, run.work, slow.slow_ranks, slow.names, in_pipeline)
+    ranks = grid.movedim(_AXES[run.movable], 0).flatten(1).tolist()
+    placement = run.placement if run.movable == "layers" else range(len(run.work))
+    move = best_move(slow.windows, ranks, placement, run.work, slow.slow_ranks, slow.names, run.movable)
+    if move is not None and run.movable == "parts" and not _changes_cuts(run, move.after):
+        return None
+    return move
+
+
+def _changes_cuts(run: ResolvedRun, parts: Sequence[int]) -> bool:
+    """Whether the model can be cut by these parts, which have larger units, and is then cut otherwise."""
+    try:
+        return run.with_work(parts).cuts != run.cuts
+    except ConfigError:  # a rank would have no heads
+        return False
 
 
 def best_move(
@@ -56,13 +82,13 @@ def best_move(
     work: Sequence[int],
     slow: Sequence[int],
     names: Sequence[str],
-    in_pipeline: bool = True,
+    movable: Movable = "layers",
 ) -> Move | None:
     """Returns the move that saves most; None if it saves less than GAIN.
 
     windows: measurements of all ranks. ranks_of: ranks at each place in the pipeline, else of each
-    data-parallel rank. placement: place of each stage. work: layers of each stage now, else micro-batches of
-    each data-parallel rank. slow: slow ranks; names: of all ranks, for the sentence.
+    data-parallel or tensor-parallel rank. placement: place of each stage. work: as in `ResolvedRun`, now.
+    slow: slow ranks; names: of all ranks, for the sentence. movable: what moves.
     """
 
     def of_place(ranks: Sequence[int], name: str) -> float:
@@ -82,13 +108,10 @@ def best_move(
     told = ", ".join(f"{seconds:.3g}" for seconds in per_unit)
     why = "".join(f"{names[rank]} is slow, and " for rank in slow)
     before, ahead = (", ".join(map(str, each)) for each in (work, after))
-    what, which = "micro-batches of the data-parallel ranks", f"they take {told} s for each of them"
-    if in_pipeline:
-        what = "layers of the stages"
-        which = f"the ranks of the pipeline take {told} s a step for each layer they hold"
+    what, which = _WORDS[movable]
     sentence = (
-        f"{what} go from {before} to {ahead}: {why}{which}, so that the one that takes longest will take "
-        f"{gain:.0%} less."
+        f"{what} go from {before} to {ahead}: {why}{which.format(told)}, so that the one that takes longest "
+        f"will take {gain:.0%} less."
     )
     return Move(tuple(work), after, gain, sentence)
 

@@ -114,7 +114,7 @@ def check(config: RunConfig, world_size: int) -> None:
     check_context(config)
     check_pipeline(config)
     check_skip(config)
-    check_rebalance(config)
+    check_rebalance(config, world_size)
     check_data_parallel(config)
     _check_ranks(config, world_size)
     _check_two_axes(config)

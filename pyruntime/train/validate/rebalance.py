@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from pyruntime.train.config import Grid, RunConfig, meets_every_step, micro_batches
+from pyruntime.train.config import Grid, RunConfig, meets_every_step, mesh_of, micro_batches
 from pyruntime.train.errors import require
 
 
-def check_rebalance(config: RunConfig) -> None:
+def check_rebalance(config: RunConfig, world_size: int) -> None:
     parallel, asked = config.parallel, "parallel.rebalance=on"
     _check_micro_batches(config)
     if parallel.rebalance == "off":
         return
     require(
-        parallel.pp > 1 or parallel.dp > 1,
-        f"{asked} moves layers between the stages of a pipeline, or micro-batches between data-parallel "
-        "ranks, and parallel.pp=1 and parallel.dp=1; set one of them, or leave out parallel.rebalance.",
+        parallel.pp > 1 or parallel.dp > 1 or mesh_of(config, world_size).tp > 1,
+        f"{asked} moves layers between the stages of a pipeline, micro-batches between data-parallel ranks, "
+        "or parts of layers between tensor-parallel ranks, and there is one of each; set parallel.pp, dp or "
+        "tp, or leave out parallel.rebalance.",
     )
     require(
-        parallel.pp > 1 or micro_batches(config) > 1,
+        parallel.pp > 1 or parallel.dp == 1 or micro_batches(config) > 1,
         f"{asked} moves micro-batches between data-parallel ranks, and train.batch_size="
         f"{config.train.batch_size} gives each only one; lower train.micro_batch_size.",
     )
@@ -31,6 +32,9 @@ def check_rebalance(config: RunConfig) -> None:
         f"{asked} needs to know which rank is slow, and train.slow_every=0 never looks; leave one of them "
         "out.",
     )
+    if parallel.pp == 1 and parallel.dp == 1:
+        _check_unequal_parts(config, asked)
+        return
     if parallel.pp == 1:
         _check_unequal(config, asked)
         return
@@ -44,12 +48,15 @@ def check_rebalance(config: RunConfig) -> None:
 
 
 def check_tp_speeds(config: RunConfig) -> None:
-    """Refuses options that know only equal parts of tensor-parallel ranks. The speeds themselves are checked
-    with the model's shape."""
-    speeds, tp = config.parallel.tp_speeds, config.parallel.tp
-    if not speeds:
-        return
-    members = config.data_parallel.members
+    """Checks what else a run with parallel.tp_speeds does. The speeds themselves are checked with the model's
+    shape."""
+    if speeds := config.parallel.tp_speeds:
+        _check_unequal_parts(config, f"parallel.tp_speeds={list(speeds)}")
+
+
+def _check_unequal_parts(config: RunConfig, asked: str) -> None:
+    """Refuses what knows only equal parts of tensor-parallel ranks."""
+    tp, members = config.parallel.tp, config.data_parallel.members
     for name, is_asked in (
         (f"parallel.tp={tp}", isinstance(tp, Grid)),
         ("optimizer.name=muon", config.optimizer.name == "muon"),
@@ -57,8 +64,8 @@ def check_tp_speeds(config: RunConfig) -> None:
     ):
         require(
             not is_asked,
-            f"{name} supports equal parts of tensor-parallel ranks, and parallel.tp_speeds={list(speeds)}; "
-            "leave one of them out.",
+            f"{name} needs equal parts of tensor-parallel ranks, which {asked} does not give; leave one of "
+            "them out.",
         )
 
 

@@ -42,7 +42,7 @@ def test_micro_batches_of_ranks_of_unequal_speed():
     assert largest([1.0, 1.0, 1.0, 2.0], [0.0] * 4, counts) == 4.0  # 6 in equal shares
     windows = [[Window(seconds) for seconds in (1.0, 1.0, 1.0, 2.0)]] * WINDOWS
     names = [f"rank {rank}" for rank in range(4)]
-    move = best_move(windows, [[0], [1], [2], [3]], range(4), (3, 3, 3, 3), [3], names, in_pipeline=False)
+    move = best_move(windows, [[0], [1], [2], [3]], range(4), (3, 3, 3, 3), [3], names, "micro-batches")
     assert (move.before, move.after) == ((3, 3, 3, 3), (4, 4, 3, 1))
     assert move.sentence == (
         "micro-batches of the data-parallel ranks go from 3, 3, 3, 3 to 4, 4, 3, 1: rank 3 is slow, and they "

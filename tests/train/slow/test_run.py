@@ -284,7 +284,11 @@ def rebalanced(**changes):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"parallel.pp": 1}, "parallel.rebalance=on .* parallel.pp=1 and parallel.dp=1; set one of them"),
+        ({"parallel.pp": 1}, "parallel.rebalance=on .* there is one of each; set parallel.pp, dp or"),
+        (
+            {"parallel.pp": 1, "parallel.tp": 2, "optimizer.name": "muon"},
+            "optimizer.name=muon needs equal parts of tensor-parallel ranks, which parallel.rebalance=on",
+        ),
         ({"checkpoint.every_steps": 0}, "checkpoint.every_steps=0 saves none before the end; set checkpoint"),
         ({"train.slow_every": 0}, "train.slow_every=0 never looks; leave one of them out"),
         ({"train.slow_every": 3}, "train.slow_every must be 0 or at least 5, found 3"),
