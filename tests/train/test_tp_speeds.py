@@ -79,6 +79,31 @@ def test_losses_are_those_of_one_rank(ranks, tmp_path, job, alone, mesh):
     jobs.check_curves(ranks.run(jobs.history, size, config), alone)
 
 
+@pytest.mark.second_tier
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_parallel": {"method": "diloco", "tau": 2}},
+        {"data_parallel": {"compression": "quantize", "compression_bits": 8}, "parallel": {"zero": 1}},
+        {"lora": {"rank": 4, "targets": ("q_proj", "o_proj", "up_proj", "down_proj")}},
+        {"train": {"check_types": True}},
+        {"optimizer": {"offload": "states"}},
+    ],
+    ids=["rare", "compressed", "adapters", "types", "offload"],
+)
+def test_other_options_take_the_steps_of_equal_parts(ranks, tmp_path, job, options):
+    runs = []
+    for name, speeds in (("equal", ()), ("unequal", SPEEDS)):
+        config = by_speed(job, tmp_path / name, speeds=speeds, dp=2)
+        for section, values in options.items():
+            config = jobs.changed(config, section, **values)
+        runs.append(ranks.run(jobs.history, 4, config))
+    equal, unequal = runs
+    assert jobs.curve(unequal[0], "loss") == pytest.approx(jobs.curve(equal[0], "loss"), abs=1e-3)
+    last = checkpoint_folder.find(tmp_path / "unequal" / "run")
+    assert checkpoint_folder.read(last).step == 6
+
+
 def test_a_checkpoint_fits_any_cut_and_resumes_to_the_same_bits(ranks, tmp_path, job):
     config = by_speed(job, tmp_path, dp=2, zero=1)
     steps = ranks.run(jobs.history, 4, config)[0]
