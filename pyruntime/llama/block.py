@@ -20,7 +20,7 @@ from pyruntime.llama.elementwise import Elementwise, for_this_pass
 from pyruntime.llama.expert_layer import MixtureOfExperts
 from pyruntime.llama.latent_layer import LatentHeads
 from pyruntime.llama.recompute import computed_again
-from pyruntime.llama.tensor_cuts import TensorCuts
+from pyruntime.llama.tensor_shards import TensorCuts
 from pyruntime.nn import MergedColumnParallelLinear, RMSNorm, RowParallelLinear
 from pyruntime.nn.low_rank import LoRA
 from pyruntime.nn.norm import Normed

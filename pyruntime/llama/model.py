@@ -44,12 +44,12 @@ from pyruntime.llama.elementwise import KERNELS, compiled, for_this_pass
 from pyruntime.llama.expert_layer import MixtureOfExperts
 from pyruntime.llama.init import init_adapter, init_shard
 from pyruntime.llama.rope import rope_tables
-from pyruntime.llama.tensor_cuts import tensor_cuts
 from pyruntime.llama.tensor_shards import (
     TensorShard,
     shards_of_adapters,
     shards_of_layer,
     shards_of_model,
+    tensor_cuts,
 )
 from pyruntime.nn import (
     ColumnParallelLinear,
@@ -106,7 +106,7 @@ class Llama(nn.Module):
     experts: the ranks over which layers with experts (`config.mixture`) spread them, `runtime.ep`; None: the
         group (`pyruntime.nn.ParallelExperts`).
     speeds: relative speeds of the group's ranks, which then hold heads, MLP features and vocabulary in
-        proportion (`tensor_cuts.py`). A weight's gradient, a checkpoint and the first weights are those of
+        proportion (`tensor_shards.py`). A weight's gradient, a checkpoint and the first weights are those of
         equal parts; sums over ranks differ by rounding. Empty: equal parts.
 
     For each token of a forward pass a layer keeps these numbers of elements, and fp32 statistics (one number

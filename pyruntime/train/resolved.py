@@ -23,7 +23,7 @@ from pyruntime.llama import origin, stage
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import ModelPart
 from pyruntime.llama.stage_profile import costed
-from pyruntime.llama.tensor_cuts import TensorCuts, tensor_cuts
+from pyruntime.llama.tensor_shards import TensorCuts, tensor_cuts
 from pyruntime.pipeline import Costs, Schedule, make_schedule, placement_of
 from pyruntime.pipeline.skipping import shares as shares_of
 from pyruntime.pipeline.split import least_largest, split_layers
@@ -276,9 +276,14 @@ def settled(config: RunConfig, shape: LlamaConfig) -> RunConfig:
 
 
 def _check_movable(config: RunConfig, shape: LlamaConfig) -> None:
-    """Raises ConfigError if layers may move between stages that have only one layer each."""
+    """Raises ConfigError if work may move that this model does not have."""
     layers = shape.num_hidden_layers
     parallel = config.parallel
+    if parallel.rebalance == "on" and parallel.pp == parallel.dp == 1 and shape.latent is not None:
+        raise ConfigError(
+            "parallel.rebalance=on moves heads and MLP features between tensor-parallel ranks, which is not "
+            "built for latent attention; leave it out."
+        )
     if parallel.rebalance == "on" and parallel.pp > 1 and layers == len(_placement(config)):
         raise ConfigError(
             f"parallel.rebalance=on moves layers between stages, but the model's {layers} layers are one per "

@@ -11,7 +11,7 @@ from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.hf import read_config
 from pyruntime.llama.mixture import Mixture
 from pyruntime.llama.presets import preset
-from pyruntime.llama.tensor_cuts import tensor_cuts
+from pyruntime.llama.tensor_shards import tensor_cuts
 from pyruntime.nn.parameters import shard_bounds
 from pyruntime.train.config import Model, RunConfig, mesh_of
 from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer

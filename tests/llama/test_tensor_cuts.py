@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from pyruntime.llama import Llama, LlamaConfig, generate, load_hf, save_hf
 from pyruntime.llama.mixture import Mixture
-from pyruntime.llama.tensor_cuts import TensorCuts, tensor_cuts
-from pyruntime.llama.tensor_shards import gather_full
+from pyruntime.llama.tensor_shards import TensorCuts, gather_full, tensor_cuts
 from pyruntime.nn.low_rank import LoRA
 from tests.llama.cases import CASES, full_tensors, logits_loss_gradients
 
@@ -57,6 +56,16 @@ def test_vocabulary_and_groups_of_heads_have_units_of_their_own():
     cuts = tensor_cuts(config, 2, (1, 0.5))
     assert (cuts.vocabulary, cuts.groups) == ((704, 320), (3, 1))
     assert cuts.largest_share(config, 2) == 128 / 168
+
+
+def test_every_rank_has_heads_and_vocabulary():
+    config = dataclasses.replace(CASES["plain"], vocab_size=130, intermediate_size=1024)
+    cuts = tensor_cuts(dataclasses.replace(config, num_key_value_heads=2), 2, (1, 0.4))
+    assert (cuts.features, cuts.groups, cuts.vocabulary) == ((736, 288), (), (128, 2))
+    with pytest.raises(
+        ValueError, match="The 2 key/value heads are 2 units of 1, fewer than the 3 tensor-par"
+    ):
+        tensor_cuts(dataclasses.replace(config, num_key_value_heads=2), 3, (1, 1, 0.4))
 
 
 @pytest.mark.parametrize("speeds", [(), (1.0, 1.0), (0.3, 0.3)])

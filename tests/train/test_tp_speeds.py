@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from pyruntime.llama.tensor_cuts import TensorCuts
+from pyruntime.llama.tensor_shards import TensorCuts
 from pyruntime.train import checkpoint_folder, planned, resolved
 from pyruntime.train import run as run_module
 from pyruntime.train.config import Checkpoint, Grid, RunConfig
@@ -66,7 +66,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.second_tier("zero1", "context", "slices")
+@pytest.mark.second_tier("zero0", "zero1", "pipeline", "context", "slices")
 def test_losses_are_those_of_one_rank(ranks, tmp_path, job, alone, mesh):
     sizes = dict(MESHES[mesh])
     if mesh == "context":
