@@ -31,9 +31,9 @@ PERIOD_US = 10_000
 HOW = """\
 Milliseconds of a step on rank 0, without each run's first step; medians over {rounds} rounds of three runs of
 {steps} steps. Slow: rank 1 has half a core, {period} ms in every {twice}. The ideal is what equal ranks take,
-times the ranks over the sum of the speeds, 4/3. CPU: seconds of a core that ranks 0 and 1 spent in a step,
-which other programs do not change; waiting counts where it spins. At these speeds a step takes at least the
-larger of the first and twice the second."""
+times the ranks over the sum of the speeds, 4/3. CPU: seconds of a core that the ranks spent in a step, which
+other programs change least; waiting counts where it spins. By CPU s: the larger of rank 0's and twice rank
+1's, as a share of the ideal that equal ranks' CPU seconds give."""
 
 
 class Quota:
@@ -111,20 +111,36 @@ def measured(
 
 
 def show(found: list[dict[str, Any]]) -> str:
-    def median(name: str) -> float:
+    def row(name: str, words: str) -> list[str]:
+        cpu = [statistics.median(each[name]["cpu_s"][rank] for each in found) for rank in (0, 1)]
+        shown = [words, f"{of_name(name):.0f}", f"{cpu[0]:.2f}, {cpu[1]:.2f}"]
+        if name == "equal":
+            return [*shown, "", ""]
+        least = statistics.median(
+            _least(each[name]["cpu_s"]) / _ideal(each["equal"]["cpu_s"]) for each in found
+        )
+        return [*shown, f"{of_name(name) / _ideal([of_name('equal')] * 2):.2f}", f"{least:.2f}"]
+
+    def of_name(name: str) -> float:
         return statistics.median(each[name]["step_ms"] for each in found)
 
-    def row(name: str, words: str, text: str = "") -> list[str]:
-        cpu = [statistics.median(each[name]["cpu_s"][rank] for each in found) for rank in (0, 1)]
-        of_ideal = median(name) / (4 / 3 * median("equal"))
-        return [words, f"{median(name):.0f}", f"{cpu[0]:.2f}, {cpu[1]:.2f}", text or f"{of_ideal:.2f}"]
-
     rows = [
-        row("equal", "equal ranks", "-"),
+        row("equal", "equal ranks"),
         row("slow", "rank 1 slow, equal parts"),
         row("by_speed", f"rank 1 slow, {found[0]['by_speed']['cut']}"),
     ]
-    return table(["run", "ms a step", "CPU s of the ranks", "of the ideal"], rows)
+    heads = ["run", "ms a step", "CPU s of ranks 0, 1", "of the ideal", "by CPU s"]
+    return table(heads, rows)
+
+
+def _ideal(equal: list[float]) -> float:
+    """Returns the least that a step can take, from what equal ranks take."""
+    return sum(equal) / sum(SPEEDS)
+
+
+def _least(cpu: list[float]) -> float:
+    """Returns the least that a step takes if the ranks need these seconds of a whole core."""
+    return max(seconds / speed for seconds, speed in zip(cpu, SPEEDS, strict=True))
 
 
 if __name__ == "__main__":
