@@ -113,7 +113,8 @@ def _heading(run: ResolvedRun) -> str:
     axes |= {"cp": mesh.cp, "pp": mesh.pp, "dp": mesh.dp}
     axes |= {"ep": mesh.ep} if mesh.ep else {}
     sizes = ", ".join(f"{name}={size}" for name, size in axes.items())
-    cut = f" at zero {parallel.zero}" if parallel.dp * parallel.cp > 1 else ""
+    cut = f" by speed ({run.cuts})" if str(run.cuts) else ""
+    cut += f" at zero {parallel.zero}" if parallel.dp * parallel.cp > 1 else ""
     if mesh.dp_replicate > 1:
         cut += f" in {mesh.dp_replicate} replicas"
     if not run.meets_every_step:
@@ -179,23 +180,25 @@ def _shapes(run: ResolvedRun) -> str:
     x, y = run.mesh.tp, run.mesh.tp_y
     tokens = train.micro_batch_size * train.seq_len // cp
     hidden, head_dim = shape.hidden_size // y, shape.head_dim
-    heads, kv_heads = shape.num_attention_heads // x, shape.num_key_value_heads // x
-    vocab = math.ceil(shape.vocab_size / x)
+    kv_heads = max(run.cuts.groups_of(shape, x))
+    heads = kv_heads * shape.num_attention_heads // shape.num_key_value_heads
+    vocab = max(run.cuts.vocabulary, default=math.ceil(shape.vocab_size / x))
     sequences, seq = train.micro_batch_size, train.seq_len // cp
     rows = [
-        *_heads(shape, x, hidden, tokens),
+        *_heads(shape, x, kv_heads, hidden, tokens),
         ["attention", "", f"[{sequences}, {seq}, {heads} and {kv_heads}, {head_dim}]"],
         ["its output", f"[{hidden}, {heads * shape.value_dim}]", f"[{math.ceil(tokens / x)}, {hidden}]"],
-        *_network(shape, x, run.mesh.experts_over, hidden, tokens),
+        *_network(run, hidden, tokens),
         ["embedding, head", f"[{vocab}, {hidden}]", f"[{tokens}, {vocab}]"],
     ]
     return columns(["shapes on a rank", "weight", "result for a micro-batch"], rows, left=(0, 1, 2))
 
 
-def _heads(shape: LlamaConfig, x: int, hidden: int, tokens: int) -> list[list[str]]:
-    """Returns the rows about the linears of queries, keys and values."""
+def _heads(shape: LlamaConfig, x: int, kv_heads: int, hidden: int, tokens: int) -> list[list[str]]:
+    """Returns the rows about the linears of queries, keys and values. kv_heads: of this rank."""
     if shape.latent is None:
-        qkv = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim // x
+        of_group = shape.num_attention_heads // shape.num_key_value_heads + 2
+        qkv = kv_heads * of_group * shape.head_dim
         return [["queries, keys, values", f"[{qkv}, {hidden}]", f"[{tokens}, {qkv}]"]]
     queries, keys, (features, _) = shape.latent.shapes(hidden, shape.num_attention_heads)
     return [
@@ -207,14 +210,15 @@ def _heads(shape: LlamaConfig, x: int, hidden: int, tokens: int) -> list[list[st
     ]
 
 
-def _network(shape: LlamaConfig, x: int, ep: int, hidden: int, tokens: int) -> list[list[str]]:
+def _network(run: ResolvedRun, hidden: int, tokens: int) -> list[list[str]]:
     """Returns the rows about feed-forward networks and experts. Of an expert's rows the mean is shown."""
+    shape, x, ep = run.shape, run.mesh.tp, run.mesh.experts_over
     own, rows, mixture = math.ceil(tokens / x), [], shape.mixture
     networks = [("", shape.intermediate_size)] if shape.has_dense_layers else []
     if mixture is not None and mixture.shared_width:
         networks.append((" of the shared expert", mixture.shared_width))
     for name, width in networks:
-        ffn = width // x
+        ffn = max(run.cuts.features, default=width // x)
         rows.append([f"gate and up{name}", f"[{2 * ffn}, {hidden}]", f"[{tokens}, {2 * ffn}]"])
         rows.append([f"down{name}", f"[{hidden}, {ffn}]", f"[{own}, {hidden}]"])
     if mixture is not None:

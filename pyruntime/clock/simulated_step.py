@@ -10,8 +10,8 @@ each other, because they share memory or L2 with copies or run side by side on t
 a host may be ahead; memory that the allocator loses between blocks; a host's own pauses. The table's numbers
 are published, derived or estimated, and none is measured here. Each GPU has an adapter of its own to other
 hosts; messages between stages, or around a ring, do not share it with other traffic, and switches never
-block. Experts get equal shares of the rows. Grids, replicas, multicast and rings have no model yet and are
-refused.
+block. Experts get equal shares of the rows. Grids, replicas, multicast, rings and tensor-parallel ranks of
+unequal speed have no model yet and are refused.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def simulate(config: RunConfig, machine: Machine, gpus: int, *, keeps_spans: boo
         config = _on_text(config, Path(folder), machine)
         validate.check(config, gpus)
         mesh = mesh_of(config, gpus)
-        _check(mesh)
+        _check(mesh, config.parallel.tp_speeds)
         axes = {name: size for name in AXES if (size := getattr(mesh, name)) > 1 or name == "tp"}
         program = functools.partial(_program, config, machine, axes, mesh.ep, keeps_spans)
         found = programs.run(program, mirrors.places(axes), machine.cluster.gpus_per_node)
@@ -225,7 +225,12 @@ def _between(spans: Sequence[Span], begin: float, end: float) -> tuple[Span, ...
     )
 
 
-def _check(mesh: MeshSizes) -> None:
+def _check(mesh: MeshSizes, tp_speeds: Sequence[float]) -> None:
+    if tp_speeds:
+        raise ValueError(
+            f"parallel.tp_speeds={list(tp_speeds)}: in virtual time tensor-parallel ranks do the same; leave "
+            "it out."
+        )
     for name, size in vars(mesh).items():
         if (size or 1) > 1 and name not in (*AXES, "ep"):
             raise ValueError(f"{name}={size} has no model in virtual time yet; use {name}=1.")

@@ -105,7 +105,7 @@ class Llama(nn.Module):
 
     experts: the ranks over which layers with experts (`config.mixture`) spread them, `runtime.ep`; None: the
         group (`pyruntime.nn.ParallelExperts`).
-    speeds: relative speeds of the group's ranks, which then hold heads, MLP features and vocabulary in
+    tp_speeds: relative speeds of the group's ranks, which then hold heads, MLP features and vocabulary in
         proportion (`tensor_shards.py`). A weight's gradient, a checkpoint and the first weights are those of
         equal parts; sums over ranks differ by rounding. Empty: equal parts.
 
@@ -151,7 +151,7 @@ class Llama(nn.Module):
         router_losses: RouterLosses | None = None,
         lora: LoRA | None = None,
         experts: Group | None = None,
-        speeds: Sequence[float] = (),
+        tp_speeds: Sequence[float] = (),
     ):
         super().__init__()
         recomputing.check(recompute)
@@ -160,8 +160,8 @@ class Llama(nn.Module):
         self.router_losses = router_losses
         self.group = TensorGroup.of(group)
         self.experts_over = self.group if experts is None else TensorGroup.of(experts)
-        self.cuts = tensor_cuts(config, self.group.size, speeds, self.experts_over.size)
-        if speeds and self.group.y is not None:
+        self.cuts = tensor_cuts(config, self.group.size, tp_speeds, self.experts_over.size)
+        if tp_speeds and self.group.y is not None:
             raise ValueError("Speeds cut over one axis, and the group has a second one; leave them out.")
         if (config.mixture is not None or config.qk_norm) and (slices > 1 or self.group.y is not None):
             raise ValueError(

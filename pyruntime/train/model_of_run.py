@@ -118,7 +118,7 @@ def _llama(run: ResolvedRun, runtime: Runtime, *, seed: int | None, **options: A
         seed=seed,
         lora=lora_of(run.config),
         experts=None if run.shape.mixture is None else runtime.ep,
-        speeds=run.config.parallel.tp_speeds,
+        tp_speeds=run.config.parallel.tp_speeds,
         **options,
     )
 

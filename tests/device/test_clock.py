@@ -353,6 +353,8 @@ def test_a_step_of_zero_3_waits_for_another_stream_or_not_at_all(ranks):
 def test_meshes_without_a_model_are_refused(ranks):
     grid = "--parallel.tp", "{x=2,y=2}"
     assert "tp_y=2 has no model in virtual time" in refused_step(ranks, *grid, gpus=4)
+    by_speed = "--parallel.tp", "2", "--parallel.tp_speeds", "1", "0.5"
+    assert "in virtual time tensor-parallel ranks do the same" in refused_step(ranks, *by_speed, gpus=2)
     assert "parallel.tp=1" in refused_step(ranks, "--parallel.tp", "1", gpus=2)
 
 

@@ -57,7 +57,7 @@ def losses_and_gradients(group, case: str, chunked: bool, lora: LoRA | None, opt
         (4, "plain", Q, {}),
         (2, "plain", None, {"slices": 2}),
         (2, "plain", None, {"keep_gathered": True, "recompute": "full"}),
-        (2, "plain", None, {"z_loss": 0.1, "speeds": (1.0, 0.7)}),
+        (2, "plain", None, {"z_loss": 0.1, "tp_speeds": (1.0, 0.7)}),
     ],
 )
 def test_loss_and_gradients(ranks, world, case, lora, options):

@@ -123,7 +123,7 @@ def test_loss_and_gradients_are_those_of_one_rank(ranks, tmp_path, name, tp):
     ids, labels = batch_of(exact.config)
     loss = exact(ids, labels)
     loss.backward()
-    options = {"speeds": SPEEDS[tp]}
+    options = {"tp_speeds": SPEEDS[tp]}
     first, again = (ranks.run(logits_loss_gradients, tp, tmp_path, ids, labels, options) for _ in range(2))
     for rank, (logits, found, _) in enumerate(first):
         assert_near(logits, exact(ids).detach(), f"logits of rank {rank}")
@@ -149,7 +149,7 @@ def test_other_ways_through_the_layers_give_the_same_loss(ranks, tmp_path, optio
     loss = exact(ids, labels)
     loss.backward()
     (_, found, gradients), _ = ranks.run(
-        logits_loss_gradients, 2, tmp_path, ids, labels, {"speeds": SPEEDS[2], **options}
+        logits_loss_gradients, 2, tmp_path, ids, labels, {"tp_speeds": SPEEDS[2], **options}
     )
     assert found.item() == pytest.approx(loss.item(), abs=1e-5)
     gradient = exact.layer(0).down.weight.grad
@@ -157,7 +157,7 @@ def test_other_ways_through_the_layers_give_the_same_loss(ranks, tmp_path, optio
 
 
 def save_again(group, source, target):
-    save_hf(load_hf(source, group, speeds=(1.0, 0.5)), target)
+    save_hf(load_hf(source, group, tp_speeds=(1.0, 0.5)), target)
 
 
 def test_a_saved_model_does_not_know_its_cut(ranks, tmp_path):
@@ -170,12 +170,12 @@ def test_a_saved_model_does_not_know_its_cut(ranks, tmp_path):
 
 def state_through_cuts(group, config):
     """Carries weights from one cut to another and to the equal one by state dicts, and gathers both."""
-    model = Llama(config, group, seed=3, speeds=(1.0, 0.5))
+    model = Llama(config, group, seed=3, tp_speeds=(1.0, 0.5))
     state = model.state_dict()
     assert all(isinstance(value, DTensor) for value in state.values())
     found = []
     for speeds in ((0.6, 1.0), ()):
-        other = Llama(config, group, seed=4, speeds=speeds)
+        other = Llama(config, group, seed=4, tp_speeds=speeds)
         other.load_state_dict(state)
         found.append(full_tensors(other))
     wholes = {name: value.full_tensor() for name, value in state.items()}
@@ -203,7 +203,7 @@ def test_text_is_that_of_one_rank(ranks):
 
 
 def generated(group, config, ids, speeds):
-    return generate(Llama(config, group, seed=5, speeds=speeds), ids, 9, temperature=0)
+    return generate(Llama(config, group, seed=5, tp_speeds=speeds), ids, 9, temperature=0)
 
 
 LORA = LoRA(3, 6.0, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), seed=3)
@@ -211,7 +211,7 @@ LORA = LoRA(3, 6.0, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), seed
 
 def adapter_gradients(group, folder, ids, labels, speeds=()):
     """Loss of a model with adapters that have an effect, and their gradients."""
-    model = load_hf(folder, group, lora=LORA, speeds=speeds)
+    model = load_hf(folder, group, lora=LORA, tp_speeds=speeds)
     for number, shard in enumerate(model.adapter_shards()):
         generator = torch.Generator().manual_seed(number)
         whole = 0.1 * torch.randn(shard.shape, generator=generator)

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from pyruntime.cli import dry_run
 from pyruntime.llama.tensor_shards import TensorCuts
 from pyruntime.train import checkpoint_folder, planned, resolved
 from pyruntime.train import run as run_module
@@ -27,7 +28,7 @@ SLEEP_S = 0.08
 
 @pytest.fixture(scope="module")
 def job(request, tmp_path_factory) -> RunConfig:
-    """A job of which a rank of half the speed gets 3 of 8 units of MLP features, 1 of 4 groups of heads, and
+    """A job of which a rank of half the speed gets 2 of 8 units of MLP features, 1 of 4 groups of heads, and
     1 of 4 units of the vocabulary."""
     config = jobs.job(tmp_path_factory.mktemp("job"), steps=6, val_every=3)
     config = jobs.changed(config, "model", num_attention_heads=8, num_key_value_heads=4)
@@ -223,3 +224,14 @@ def test_parts_leave_a_slow_rank_at_a_checkpoint(ranks, tmp_path, job):
     assert ranks.run(slowed_run, 2, config)[0] == [after]
     config = jobs.changed(jobs.changed(config, "train", steps=22), "parallel", rebalance="off")
     assert ranks.run(slowed_run, 2, config)[0] == [TensorCuts()]
+
+
+def test_a_dry_run_shows_the_largest_rank(job):
+    shown, _ = dry_run.report(jobs.changed(job, "parallel", tp=2, tp_speeds=SPEEDS), 2)
+    for line in (
+        "tp=2, cp=1, pp=1, dp=1 by speed (96+32 MLP features, 3+1 groups of heads, 192+64 rows of the vocab",
+        "[96, 64]",  # queries, keys and values of 3 of 4 groups
+        "[192, 64]",  # gate and up
+        "[64, 96]",
+    ):
+        assert line in shown

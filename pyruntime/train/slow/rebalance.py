@@ -71,7 +71,7 @@ def _changes_cuts(run: ResolvedRun, parts: Sequence[int]) -> bool:
     """Whether the model can be cut by these parts, which have larger units, and is then cut otherwise."""
     try:
         return run.with_work(parts).cuts != run.cuts
-    except ConfigError:  # a rank would have no heads
+    except ConfigError:  # a rank would have no MLP features
         return False
 
 
