@@ -36,8 +36,8 @@
 #include "ops/tier/tuned.h"
 #include "ops/weight_gradient.h"
 #include "symm_mem/operators.h"
-#include "transport/device/library.h"
 #include "transport/device/hosts/pairs.h"
+#include "transport/device/library.h"
 #include "transport/group.h"
 #include "transport/inside.h"
 
