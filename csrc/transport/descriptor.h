@@ -44,6 +44,8 @@ struct FlightDescriptor {
   // The elements of one row, over all blocks.
   int64_t row_elements() const { return row_blocks * inner * width; }
   int64_t row_bytes() const;
+  // The bytes of one line of a row.
+  int64_t line_bytes() const { return row_bytes() / (row_blocks * inner); }
   // One chunk as it lies in memory: contiguous, [row_blocks, chunk.rows * inner, width].
   std::vector<int64_t> sizes_of(const Chunk& chunk) const { return {row_blocks, chunk.rows * inner, width}; }
   // Whether the ranks agree on the op.

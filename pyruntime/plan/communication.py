@@ -26,6 +26,8 @@ class Link:
     """Whether it leaves the node and shares its adapters with other axes that do."""
     core: float = 0.0
     """Seconds of its own that a rank spends on a byte; see `Cluster.core_bandwidth`."""
+    inside: float = 0.0
+    """Seconds in which a byte of a rank's own keeps its links inside the node busy, if rows go on there."""
 
 
 MOST_EXCHANGES = 8
@@ -67,7 +69,7 @@ def rails(cluster: Cluster, inner: int, size: int) -> Link:
     exchanges = min(MOST_EXCHANGES, nodes - 1)
     seconds = max(across, inside) + min(across, inside) / exchanges
     latency = (exchanges * cluster.latency_between + cluster.latency_inside) / (size - 1)
-    return replace(found, bandwidth=(size - 1) / seconds, latency=latency)
+    return replace(found, bandwidth=(size - 1) / seconds, latency=latency, inside=inside)
 
 
 def all_gather(nbytes: float, over: Link) -> float:
@@ -112,7 +114,8 @@ class DataParallelExchange:
         """Returns the seconds of gradients and of weights, and of these the rank's own for each."""
         part = self.gradients / self.over.size
         return (
-            all_gather(self.gradients, self.over) + all_reduce(part, self.replicas),
+            # A bucket's parts are summed inside a node before the sum leaves it.
+            all_gather(self.gradients, self.over) + part * self.over.inside + all_reduce(part, self.replicas),
             all_gather(2 * self.parameters, self.over),
             own_seconds(self.gradients, self.over) + 2 * own_seconds(part, self.replicas),
             own_seconds(2 * self.parameters, self.over),

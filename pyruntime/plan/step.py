@@ -10,7 +10,7 @@ transfer is hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -570,6 +570,15 @@ class Predictor:
         copied += 2 * exchange.stacked
         return exchange.gradients * (1 + 1 / over.size) / bandwidth, copied / bandwidth
 
+    def _before_experts(self, mesh: Mesh, exchanges: Sequence[DataParallelExchange]) -> float:
+        """Returns the seconds in which rows of experts, which all wait for, wait for others inside a node."""
+        over = self.link(mesh, "ep" if mesh.ep else "tp", mesh.experts_over)
+        if not self.job.model.experts or over.size == 1:
+            return 0.0
+        return sum(
+            (each.gradients + 2 * each.parameters) / each.over.size * each.over.inside for each in exchanges
+        )
+
     def _reduction(
         self, mesh: Mesh, micro_batches: int, one: LayerSeconds, layers: int, head: float
     ) -> tuple[float, float]:
@@ -622,7 +631,7 @@ class Predictor:
             return in_all + own + times * sums, optimizer
         if zero < 2:
             times = 1
-        own = times * (own_gradients + sums) + own_weights + copies
+        own = times * (own_gradients + sums) + own_weights + copies + self._before_experts(mesh, exchanges)
         if zero == 0:  # Whole sums return in place of new weights, before the optimizer.
             return own + left(gradients + weights, window_backward), optimizer
         if of_gpus:

@@ -63,6 +63,13 @@ class DeviceFlight {
     return view_of(memory, descriptor_, chunk, transport_.device_);
   }
 
+  // So many lines of the width that travels, one after the other.
+  at::Tensor lines(char* memory, int64_t count) const {
+    FlightDescriptor flat = descriptor_;
+    flat.row_blocks = flat.inner = 1;
+    return view_of(memory, flat, {rank(), 0, count}, transport_.device_).select(0, 0);
+  }
+
   // Puts what the caller's stream has written so far.
   void put(const char* from, int64_t bytes, int peer, int64_t offset, Flags flags) {
     streams().move_after_current();

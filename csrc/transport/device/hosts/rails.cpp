@@ -124,24 +124,32 @@ class RailsFlight {
   }
   void await_exchange(int index) { transport_.exchange_->await(step(index), name_of(descriptor_.op)); }
 
+  // The hosts after this rank's, up to which exchange number `exchange` of a flight goes, from 1 on.
+  int end_of_exchange(int exchange) const {
+    const int others = hosts() - 1;
+    return others * exchange / std::min(kMostExchanges, others);
+  }
   // Puts rows of every host, which this rank has or which arrive by the exchanges that were begun, into the
-  // others of its host: `where(host)` is their place in all slots. Exchange s brings those of the host that
-  // is s after this one, and has the index `first` + s. They are announced by flags in the order of hosts,
-  // from `first` on, also where there are none.
+  // others of its host: `where(host)` is their place in all slots. Passage s brings those of the host that is
+  // s after this one, and has the index `first` + s. They are announced by flags in the order of hosts, from
+  // `first` on, also where there are none.
   template <class Where>
   void spread(int first, const Where& where) {
-    inside_.streams().move_after_current();
-    const auto put = [&](int distance) {
+    std::vector<PyruntimePut> puts;
+    const auto add = [&](int distance) {
       const auto [at, bytes] = where(after(distance));
       for (int step = 1; step < inside_.world_size(); ++step) {
-        inside_.put_more(inside_.at(at), bytes, inside_.peer_at(step), at, {first + after(distance), 1});
+        puts.push_back({inside_.at(at), bytes, inside_.peer_at(step), at, first + after(distance), 1});
       }
     };
-    put(0);
+    add(0);
+    inside_.put_together(puts);
     const auto moving = inside_.streams().on_moving();
-    for (int distance = 1; distance < hosts(); ++distance) {
+    for (int distance = 1, exchange = 1; distance < hosts(); ++exchange) {
+      puts.clear();
       transport_.exchange_->follow(step(first + distance), name_of(descriptor_.op));
-      put(distance);
+      for (; distance <= end_of_exchange(exchange); ++distance) add(distance);
+      inside_.put_together(puts);
     }
   }
 
@@ -190,27 +198,10 @@ class RailsGather : public GatherByRank {
   at::Tensor memory(const Chunk& chunk) override {
     return flight_.inside().view(flight_.inside().at(flight_.inside().offset(chunk)), chunk);
   }
-  void publish(const Chunk& /*own*/) override { publish_in(flight_.hosts() - 1); }
-  void publish_together(const std::vector<Chunk>& /*own*/) override { publish_in(kMostExchanges); }
-  void wait(const Chunk& chunk) override {
-    if (chunk.rows > 0 && chunk.owner != plan_.own().owner) flight_.await_rows(0, chunk.owner);
-  }
-  void wait_together(const std::vector<Chunk>& chunks) override {
-    if (chunks.size() + 1 != order().size()) return GatherFlight::wait_together(chunks);
-    for (int distance = 1; distance < flight_.hosts(); ++distance) flight_.await_exchange(distance);
-    flight_.inside().await_all({0, flight_.hosts()});
-  }
-  void finish() override { flight_.finish(); }
-
- private:
-  // Sends the own rows on the rail in so many exchanges at most, and what they bring to the ranks of this
-  // host.
-  void publish_in(int most) {
-    const int others = flight_.hosts() - 1, exchanges = std::min(most, others);
-    int distance = 1;
-    for (int exchange = 1; exchange <= exchanges; ++exchange) {
+  void publish(const Chunk& /*own*/) override {
+    for (int distance = 1, exchange = 1; distance < flight_.hosts(); ++exchange) {
       std::vector<Passage> passages;
-      for (; distance <= others * exchange / exchanges; ++distance) {
+      for (; distance <= flight_.end_of_exchange(exchange); ++distance) {
         const int from = flight_.counterpart(distance);
         passages.push_back(
             {distance, flight_.counterpart(-distance), memory(plan_.own()), from, memory(plan_.of(from))});
@@ -223,7 +214,17 @@ class RailsGather : public GatherByRank {
     });
     flight_.inside().end_puts();
   }
+  void wait(const Chunk& chunk) override {
+    if (chunk.rows > 0 && chunk.owner != plan_.own().owner) flight_.await_rows(0, chunk.owner);
+  }
+  void wait_together(const std::vector<Chunk>& chunks) override {
+    if (chunks.size() + 1 != order().size()) return GatherFlight::wait_together(chunks);
+    for (int distance = 1; distance < flight_.hosts(); ++distance) flight_.await_exchange(distance);
+    flight_.inside().await_all({0, flight_.hosts()});
+  }
+  void finish() override { flight_.finish(); }
 
+ private:
   RailsFlight flight_;
 };
 
@@ -239,7 +240,13 @@ class RailsScatter : public ScatterByRank {
                 layout.hosts() * (layout.ranks_per_host() + 1) * part_bytes_ +
                     (all ? descriptor.rows * descriptor.row_bytes() : 0),
                 2 * layout.hosts()),
-        missing_(layout.hosts()) {
+        missing_(layout.hosts()),
+        is_regular_(descriptor.rows % transport.world_size() == 0 &&
+                    descriptor.rows * descriptor.row_bytes() > 0) {
+    const int ranks = layout.ranks_per_host();
+    for (int rank = 0; rank < transport.world_size(); ++rank) {
+      is_regular_ = is_regular_ && rank == layout.rank_at(rank / ranks, rank % ranks);
+    }
     for (const Chunk& chunk : order()) {
       if (chunk.rows > 0) ++missing_[layout.host_of(chunk.owner)];
     }
@@ -288,13 +295,15 @@ class RailsScatter : public ScatterByRank {
       sum_in_order(target, of_hosts, bias, &inside.library(), inside.streams().current());
     }
     if (all_) {
-      std::vector<Passage> passages;
-      for (int distance = 1; distance < flight_.hosts(); ++distance) {
-        const int from = flight_.counterpart(distance);
-        passages.push_back({flight_.hosts() + distance, flight_.counterpart(-distance), sum(own), from,
-                            sum(plan_.of(from))});
+      for (int distance = 1, exchange = 1; distance < flight_.hosts(); ++exchange) {
+        std::vector<Passage> passages;
+        for (; distance <= flight_.end_of_exchange(exchange); ++distance) {
+          const int from = flight_.counterpart(distance);
+          passages.push_back({flight_.hosts() + distance, flight_.counterpart(-distance), sum(own), from,
+                              sum(plan_.of(from))});
+        }
+        flight_.exchange(passages);
       }
-      flight_.exchange(passages);
       flight_.spread(flight_.hosts(), [&](int host) {
         const Chunk& chunk = plan_.of(flight_.layout().on_rail(host));
         return std::pair(sum_offset(chunk), inside.bytes(chunk));
@@ -329,23 +338,58 @@ class RailsScatter : public ScatterByRank {
     if (!all_ && !std::exchange(has_ended_, true)) flight_.inside().end_puts();
   }
   // Sums the parts of the rail's rows on hosts whose parts are all published, and sends the sums. All ranks
-  // do it host by host in this order, as a send ends only when its receive has begun.
+  // do it in the same exchanges and order, as a send ends only when its receive has begun.
   void pass_on() {
     const DeviceFlight& inside = flight_.inside();
-    for (; next_ < flight_.hosts() && missing_[flight_.after(next_)] == 0; ++next_) {
-      const int to = flight_.counterpart(next_), from = flight_.counterpart(-next_);
-      const int host = flight_.after(next_);
+    while (next_ < flight_.hosts()) {
+      const int end = flight_.end_of_exchange(exchange_);
+      for (int distance = next_; distance <= end; ++distance) {
+        if (missing_[flight_.after(distance)] > 0) return;
+      }
       inside.streams().move_after_current();
       const auto moving = inside.streams().on_moving();
-      const Chunk& theirs = plan_.of(to);
-      if (theirs.rows > 0) {
+      std::vector<Passage> passages;
+      for (int distance = next_; distance <= end;) {
+        const int host = flight_.after(distance);
+        const int count = std::min(end + 1 - distance, flight_.hosts() - host);
+        sum_of_hosts(host, count);
+        for (const int last = distance + count; distance < last; ++distance) {
+          const int to = flight_.counterpart(distance), from = flight_.counterpart(-distance);
+          passages.push_back({distance, to, inside.view(summed(flight_.after(distance)), plan_.of(to)), from,
+                              inside.view(arriving(flight_.after(-distance)), plan_.own())});
+        }
+      }
+      flight_.exchange(passages);
+      next_ = end + 1;
+      ++exchange_;
+    }
+    if (std::ranges::all_of(missing_, [](int chunks) { return chunks == 0; })) end_puts();
+  }
+  // Waits on the current stream for the parts of the rail's rows on `count` hosts, and sums them.
+  void sum_of_hosts(int first, int count) {
+    const DeviceFlight& inside = flight_.inside();
+    if (!is_regular_) {
+      for (int host = first; host < first + count; ++host) {
+        if (plan_.of(flight_.layout().on_rail(host)).rows == 0) continue;
         flight_.inside().follow_all({host, 1});
         sum_of_host(host);
       }
-      flight_.exchange({{next_, to, inside.view(summed(host), theirs), from,
-                         inside.view(arriving(flight_.after(-next_)), plan_.own())}});
+      return;
     }
-    if (std::ranges::all_of(missing_, [](int chunks) { return chunks == 0; })) end_puts();
+    flight_.inside().follow_all({first, count});
+    // This rank's parts lie among those of other rails.
+    const int64_t part = part_bytes_ / descriptor_.line_bytes(), ranks = inside.world_size();
+    const auto lines = [&](char* memory) { return inside.lines(memory, count * part); };
+    char* const from = leaving(plan_.of(flight_.layout().on_rail(first)));
+    lines(inside.at(of_rank(inside.rank(), first)))
+        .view({count, part, descriptor_.width})
+        .copy_(inside.lines(from, part)
+                   .as_strided({count, part, descriptor_.width},
+                               {ranks * part * descriptor_.width, descriptor_.width, 1}),
+               /*non_blocking=*/true);
+    std::vector<at::Tensor> parts;
+    for (int local = 0; local < ranks; ++local) parts.push_back(lines(inside.at(of_rank(local, first))));
+    sum_in_order(lines(summed(first)), parts, /*bias=*/{}, &inside.library(), inside.streams().current());
   }
   // Sums the parts of the rail's rows on that host, on the current stream.
   void sum_of_host(int host) {
@@ -378,6 +422,8 @@ class RailsScatter : public ScatterByRank {
   RailsFlight flight_;
   std::vector<int> missing_;  // chunks of a host's rows that are not published
   bool has_ended_ = false;    // its puts
+  int exchange_ = 1;          // the next exchange of sums
+  bool is_regular_;           // all parts are of one size, and those of a rail at equal distances
   int next_ = 1;              // the next host to send a sum to, in hosts after this rank's
 };
 
