@@ -82,6 +82,52 @@ def test_ranks_of_a_host_need_not_follow_each_other(ranks):
         assert gathered.flatten().tolist() == [float(each // 2) for each in range(18)]
 
 
+def crowded(group):
+    """The rows that come by four gathers under way at once, after a fifth was refused."""
+    take(group, "device on rails")
+    name, size, rank = comm.group_name(group), group_size(group), group_rank(group)
+    arguments = name, size, 1, torch.float32, "cpu"
+    gathers = [_C.LineGather(*arguments) for _ in range(4)]
+    for number, gather in enumerate(gathers):
+        for index in range(len(gather.own_chunks())):
+            gather.own(index).fill_(10.0 * number + rank)
+            gather.publish(index)
+    with pytest.raises(RuntimeError, match="already has 4 ops in flight"):
+        _C.LineGather(*arguments)
+    found = []
+    for gather in gathers:
+        found.append(sorted(gather.chunk(index).item() for index in range(len(gather.chunks()))))
+        gather.finish()
+    return found
+
+
+def test_a_flight_too_many_leaves_the_others_alone(ranks):
+    for rank, found in enumerate(ranks.run(on_rails, 4, crowded)):
+        others = [each for each in range(4) if each != rank]
+        assert found == [[10.0 * number + other for other in others] for number in range(4)]
+
+
+def left_alone(group):
+    """The error of a call that half of each host's ranks stay away from, with a deadline set after a call."""
+    _C.use_device_library("cpu", str(build.LIBRARY))
+    take(group, "device on rails")
+    x, weight = torch.ones(4, 3), torch.ones(5, 3)
+    try:
+        for call in range(3):
+            if call == 1:
+                comm.set_deadline(group, 2.0)
+                time.sleep(8.0 * (group_rank(group) % 2))
+            ops.all_gather_matmul(x, weight, group, rows=4 * group_size(group), tier="chunked")
+    except CommTimeout as error:
+        return str(error)
+    return ""
+
+
+def test_a_deadline_set_between_calls_is_one_inside_hosts_too(ranks):
+    for outcome in ranks.launch(left_alone, 4):
+        assert "waiting for rank" in (outcome.value or ""), outcome
+
+
 def faulty(group, fault, deadline):
     _C.use_device_library("cpu", str(build.LIBRARY))
     take(group, "device on rails")

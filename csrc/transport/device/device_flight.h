@@ -2,6 +2,7 @@
 // there.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "transport/device/fused_gemm.h"
@@ -47,6 +48,7 @@ class DeviceFlight {
   const DeviceLibrary& library() const { return transport_.library_; }
   const DeviceStreams& streams() const { return transport_.streams_; }
   void check(int code) const { library().check(code); }
+  int slot() const { return slot_; }
   int rank() const { return transport_.rank(); }
   int world_size() const { return transport_.world_size(); }
   const Rings& rings() const { return transport_.rings_; }
@@ -79,12 +81,15 @@ class DeviceFlight {
   void put_more(const char* from, int64_t bytes, int peer, int64_t offset, Flags flags) {
     check(library().put(&group_, from, bytes, peer, offset, flags.first, flags.count, streams().moving()));
   }
-  // Puts what the caller's stream has written so far; all of it is announced behind the last.
+  // Puts what the caller's stream has written so far; all of it is announced behind the last, or as many as
+  // the library puts at once behind theirs.
   void put_together(const std::vector<PyruntimePut>& puts) {
     if (puts.empty()) return;
     streams().move_after_current();
-    const auto count = static_cast<int32_t>(puts.size());
-    check(library().put_together(&group_, puts.data(), count, streams().moving()));
+    for (size_t begin = 0; begin < puts.size(); begin += PYRUNTIME_MOST_RANKS) {
+      const auto count = static_cast<int32_t>(std::min<size_t>(puts.size() - begin, PYRUNTIME_MOST_RANKS));
+      check(library().put_together(&group_, puts.data() + begin, count, streams().moving()));
+    }
   }
   int peer_at(int step) const { return (rank() + world_size() - step) % world_size(); }
   bool has_multicast() const { return workspace_.multicast != nullptr; }

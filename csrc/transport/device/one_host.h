@@ -91,6 +91,8 @@ class DeviceTransport : public Transport, public DeviceSharing {
   bool is_capturing() const override { return library_.is_capturing(streams_.current()) != 0; }
   std::string description() const override;
   int64_t workspace_bytes() const override;
+  // Reads what the device had written down by the end of a finished flight, and raises a failure.
+  void raise_if_failed();
 
  private:
   friend class DeviceFlight;
@@ -113,8 +115,6 @@ class DeviceTransport : public Transport, public DeviceSharing {
     return {BlockBudget::of(device_), streams_.current_stream(), streams_.current(), is_capturing(), this};
   }
   WatchedWorkspace watched(const DeviceWorkspace& workspace) const;
-  // Reads what the device had written down by the end of a finished flight, and raises a failure.
-  void raise_if_failed();
 
   std::unique_ptr<WorkspaceGroup> group_;
   std::shared_ptr<const PeerProcesses> processes_;

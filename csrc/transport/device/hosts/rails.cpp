@@ -14,6 +14,10 @@ namespace {
 // of the host while the next ones arrive; each costs a launch.
 constexpr int kMostExchanges = 8;
 
+// The deadline of waits inside a host, in those of exchanges. A rank that waits there may wait for one whose
+// exchange waits for a rank that does not come: that one is to be named, by whoever waits for it.
+constexpr double kInsideDeadline = 1.5;
+
 // The ranks of this rank's host as a group of their own.
 GroupContext context_of_host(const GroupContext& context, const HostLayout& layout) {
   GroupContext found = context;
@@ -49,6 +53,7 @@ class RailsTransport : public Transport {
     const auto flight = gather(rows_held_descriptor(descriptor, world_size()));
     std::vector<int64_t> held = gather_rows_held(*flight, descriptor.own_rows, rank(), world_size());
     streams_.synchronize();
+    inside_.raise_if_failed();  // before anybody believes these numbers
     return held;
   }
 
@@ -73,11 +78,18 @@ class RailsTransport : public Transport {
     std::vector<std::shared_ptr<Step>> steps;  // by the index of each passage; null: not begun
   };
 
-  Slot& claim(Op op) {
-    Slot& claimed = slots_[++last_number_ % slots_.size()];
+  // The transport of a flight inside the host, which claims its slot there.
+  DeviceTransport& inside() {
+    of_host_.deadline_seconds = kInsideDeadline * context_.deadline_seconds;  // may have been set since
+    return inside_;
+  }
+  // The exchanges of the flight that has claimed that slot inside the host.
+  Slot& claim(int slot, Op op) {
+    Slot& claimed = slots_[slot];
     exchange_->end(claimed.steps, name_of(claimed.op));
     claimed.steps.clear();
     claimed.op = op;
+    ++last_number_;
     ++context_.stats.ops;
     return claimed;
   }
@@ -88,7 +100,7 @@ class RailsTransport : public Transport {
   DeviceTransport inside_;
   DeviceStreams streams_;
   uint64_t last_number_ = 0;
-  std::array<Slot, kSlots> slots_;
+  std::array<Slot, PYRUNTIME_SLOTS> slots_;
 };
 
 // The common part of gathers and scatters: a flight inside the host, and exchanges on the rail.
@@ -97,9 +109,9 @@ class RailsFlight {
   RailsFlight(RailsTransport& transport, const FlightDescriptor& descriptor, int64_t bytes, int flags)
       : transport_(transport),
         descriptor_(descriptor),
-        slot_(transport.claim(descriptor.op)),
-        number_(transport.last_number_),
-        inside_(transport.inside_, descriptor, bytes, flags, /*pieces=*/0) {}
+        inside_(transport.inside(), descriptor, bytes, flags, /*pieces=*/0),
+        slot_(transport.claim(inside_.slot(), descriptor.op)),
+        number_(transport.last_number_) {}
 
   DeviceFlight& inside() { return inside_; }
   const DeviceFlight& inside() const { return inside_; }
@@ -181,9 +193,9 @@ class RailsFlight {
 
   RailsTransport& transport_;
   FlightDescriptor descriptor_;
+  DeviceFlight inside_;
   RailsTransport::Slot& slot_;
   uint64_t number_;
-  DeviceFlight inside_;
 };
 
 namespace {
