@@ -31,6 +31,7 @@ LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
 LEAST_THETA, MOST_THETA = 1.0, 1e12
 """Range of rope_theta: below, later channels would turn faster than the first; above, most do not turn."""
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_PARTS = {"rope_scaling": RopeScaling, "mixture": Mixture, "latent": LatentAttention}
 """Keys of a config.json without a default."""
 
 
@@ -75,6 +76,11 @@ class LlamaConfig:
         for name in (field.name for field in dataclasses.fields(self) if field.type == "bool"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={short_repr(getattr(self, name))} must be true or false.")
+        for name, kind in _PARTS.items():
+            if not isinstance(getattr(self, name), kind | None):
+                raise ValueError(
+                    f"{name}={short_repr(getattr(self, name))} must be a {kind.__name__} or None."
+                )
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
             check_number(name, getattr(self, name))
             object.__setattr__(self, name, float(getattr(self, name)))  # an int may be beyond int64
@@ -327,8 +333,7 @@ class LlamaConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LlamaConfig:
         """Returns the config whose `dataclasses.asdict` has these values. Raises TypeError or ValueError."""
-        kinds = {"rope_scaling": RopeScaling, "mixture": Mixture, "latent": LatentAttention}
-        parts = {name: kind(**values[name]) for name, kind in kinds.items() if values.get(name)}
+        parts = {name: kind(**values[name]) for name, kind in _PARTS.items() if values.get(name)}
         return cls(**values | parts)
 
     @classmethod

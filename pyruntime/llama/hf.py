@@ -57,7 +57,7 @@ def check_shapes(config: LlamaConfig, directory: str | os.PathLike[str]) -> None
     """Raises ValueError if the tensors of a checkpoint folder are not those of `config`. Reads only headers:
     a damaged config.json is found before it makes a model allocate too much memory."""
     directory = Path(directory)
-    files = find_tensors(directory)
+    files = _find_tensors(directory, config)
     layers = {name.split(".")[2] for name in files if name.startswith("model.layers.")}
     if len(layers) != config.num_hidden_layers:
         raise ValueError(
@@ -76,7 +76,7 @@ def check_shapes(config: LlamaConfig, directory: str | os.PathLike[str]) -> None
 def load_weights(model: Llama, directory: str | os.PathLike[str]) -> None:
     """Fills `model` from the safetensors of a checkpoint folder; errors as in `load_hf`."""
     directory = Path(directory)
-    files = find_tensors(directory)
+    files = _find_tensors(directory, model.config)
     held = {name: [each for each in parts if _is_held(*each)] for name, parts in stored_of(model).items()}
     wanted = {name: parts for name, parts in held.items() if parts}
     whole = set(stored_of(Llama(model.config, device="meta", seed=None)))
@@ -243,6 +243,22 @@ class _Writer:
 def weight_files(directory: str | Path) -> set[Path]:
     """Returns the files with the tensors of a checkpoint. Raises ValueError or OSError if it is damaged."""
     return set(find_tensors(Path(directory)).values())
+
+
+def _find_tensors(directory: Path, config: LlamaConfig) -> dict[str, Path]:
+    """Returns {tensor: its file} of a folder, without the layers behind the model's that predict further
+    tokens (DeepSeek-V3's num_nextn_predict_layers), which this model does not have."""
+    files, first = find_tensors(directory), config.num_hidden_layers
+    further = 0 if config.latent is None else read_config(directory).get("num_nextn_predict_layers")
+    if type(further) is not int or further < 1:
+        return files
+    numbers = {name: name.split(".")[2] for name in files if name.startswith("model.layers.")}
+    left_out = {
+        name
+        for name, number in numbers.items()
+        if number.isdecimal() and first <= int(number) < first + further
+    }
+    return {name: path for name, path in files.items() if name not in left_out}
 
 
 def _check_names(

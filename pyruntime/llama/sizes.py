@@ -16,6 +16,8 @@ LARGEST_OF = {
     "hidden_size": 2**22,
     "intermediate_size": 2**24,
     "vocab_size": 2**26,
+    "q_rank": 2**16,
+    "kv_rank": 2**16,
 }
 """Limits of some thirty times the largest published sizes. Products of two still fit torch's sizes."""
 

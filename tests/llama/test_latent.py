@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pyruntime.context import Context, positions
-from pyruntime.llama import Llama, LlamaConfig, preset
+from pyruntime.llama import Llama, LlamaConfig, load_hf, preset, save_hf
 from pyruntime.llama.generation import KVCache, next_logits
 from pyruntime.llama.model import ModelPart
 from pyruntime.nn.low_rank import LoRA
 from pyruntime.plan.memory import layer_activations
 from pyruntime.plan.models import LatentAttention
 from pyruntime.train.planned import TRAINER, of_llama
-from tests.llama.cases import full_gradients
+from tests.llama.cases import full_gradients, full_tensors
 from tests.llama.test_elementwise import interpreted  # noqa: F401  (a fixture)
 from tests.llama.test_mixture import FAMILIES
 from tests.llama.test_recompute import BATCH, SEQ, kept_bytes
@@ -145,12 +147,32 @@ def test_the_preset_has_the_published_sizes():
     assert (small.num_key_value_heads, small.head_dim, small.value_dim) == (4, 192, 128)
 
 
+def folder_with_further_layers(group, folder):
+    """Loads a folder whose files have a layer more than the model, and which config.json says or does not."""
+    model = Llama(CONFIG, group, seed=2)
+    save_hf(model, folder)
+    path, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    tensors, last = load_file(path), f"model.layers.{CONFIG.num_hidden_layers}."
+    tensors |= {name.replace("model.layers.2.", last): tensor.clone() for name, tensor in tensors.items()}
+    save_file(tensors | {f"{last}enorm.weight": torch.ones(CONFIG.hidden_size)}, path)
+    with pytest.raises(ValueError, match="the folder has tensors of 4 layers"):
+        load_hf(folder, group)
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    loaded = full_tensors(load_hf(folder, group))
+    return all(torch.equal(loaded[name], tensor) for name, tensor in full_tensors(model).items())
+
+
+def test_layers_that_predict_further_tokens_are_not_read(ranks, tmp_path):
+    assert ranks.run(folder_with_further_layers, 1, tmp_path / "model") == [True]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"value_dim": 21}, "Values of 21 features are wider than queries and keys of 20"),
         ({"rope_dim": 7}, "rope_dim=7 must be even"),
         ({"kv_rank": 0}, "kv_rank=0 must be a positive whole number"),
+        ({"kv_rank": 2**17}, "kv_rank=131072 is larger than any model's"),
         ({"q_rank": 1.5}, "q_rank=1.5 must be a positive whole number"),
         ({"interleaved": None}, "rope_interleave=None must be true or false"),
     ],
@@ -169,3 +191,5 @@ def test_what_does_not_go_with_latent_attention_is_refused():
         Llama(CONFIG, lora=LoRA(4, 8, ("q_proj", "o_proj")))
     with pytest.raises(ValueError, match="kv_rank='many' must be"):
         LlamaConfig.from_hf(CONFIG.to_hf() | {"kv_lora_rank": "many"})
+    with pytest.raises(ValueError, match=r"latent=.* must be a LatentAttention or None"):
+        LlamaConfig.from_dict(dataclasses.asdict(CONFIG) | {"latent": {}})
