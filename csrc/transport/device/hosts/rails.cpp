@@ -395,7 +395,7 @@ class RailsScatter : public ScatterByRank {
     char* const from = leaving(plan_.of(flight_.layout().on_rail(first)));
     lines(inside.at(of_rank(inside.rank(), first)))
         .view({count, part, descriptor_.width})
-        .copy_(inside.lines(from, part)
+        .copy_(inside.lines(from, ((count - 1) * ranks + 1) * part)
                    .as_strided({count, part, descriptor_.width},
                                {ranks * part * descriptor_.width, descriptor_.width, 1}),
                /*non_blocking=*/true);
