@@ -82,6 +82,30 @@ def test_ranks_of_a_host_need_not_follow_each_other(ranks):
         assert gathered.flatten().tolist() == [float(each // 2) for each in range(18)]
 
 
+def of_ten_hosts(group):
+    """Sums and rows of ranks on so many hosts that an exchange has several."""
+    rank, size = group_rank(group), group_size(group)
+    sums = []
+    for rows in (3 * size, 3 * size + 7):  # of one size, and ragged
+        part = torch.arange(rows * 2.0).view(rows, 2) + rank
+        sums += [ops.reduce_scatter(part, group), ops.all_reduce(part, group)]
+    return comm.transport_of(group), sums, ops.all_gather(torch.full((2, 1), float(rank)), group)
+
+
+@pytest.mark.second_tier
+def test_an_exchange_may_have_several_hosts(ranks):
+    outcomes = ranks.launch(on_rails, 20, of_ten_hosts, timeout=240.0)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, outcome.error
+        text, sums, gathered = outcome.value
+        assert text == "rails of gloo between hosts, copy engines inside, 20 ranks on 10 hosts"
+        assert gathered.flatten().tolist() == [float(each // 2) for each in range(40)]
+        for (own, every), rows in zip((sums[:2], sums[2:]), (60, 67), strict=True):
+            whole = 20 * torch.arange(rows * 2.0).view(rows, 2) + 190
+            assert torch.equal(every, whole)
+            assert torch.equal(own, whole.tensor_split(20)[rank])
+
+
 def crowded(group):
     """The rows that come by four gathers under way at once, after a fifth was refused."""
     take(group, "device on rails")
