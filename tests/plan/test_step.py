@@ -228,6 +228,7 @@ def test_stage_3_gathers_neither_table_nor_last_weight_for_the_backward_pass(pp)
     last = model.head if pp == 1 else model.hidden * model.ffn
     gathered = pp * (2 * parameters - model.embedding - last)  # m = pp micro-batches
     seconds = all_gather(2 * (gathered + parameters), over)
+    seconds += 2 * parameters / over.size * over.inside  # a node's sums, before they leave it
     assert predictor.step(mesh).dp == pytest.approx(seconds, rel=0.02)  # but for latencies
 
 
