@@ -87,14 +87,21 @@ std::unique_ptr<Transport> TransportMaker::for_device(c10::Device device) {
     auto exchange = Exchange::make(context, rendezvous.process_group(), device, instance(), pair, why_not);
     if (!exchange) return collectives(device, why_not);
     const bool has_rails = layout.even() && layout.ranks_per_host() > 1 && library != nullptr;
+    const auto straight = [&](std::unique_ptr<Exchange> by) {
+      return make_several_hosts_device_transport(context, std::move(by), device, hosts, library);
+    };
     if (!has_rails || settings.transport == TransportKind::kProcessGroup) {
-      return make_several_hosts_device_transport(context, std::move(exchange), device, hosts, library);
+      return straight(std::move(exchange));
     }
+    constexpr int kBesideRails = 1 << 10;  // tells its messages apart from those on rails
+    auto beside =
+        Exchange::make(context, rendezvous.process_group(), device, instance() + kBesideRails, pair, why_not);
     std::vector<pid_t> pids;
     for (const int rank : layout.ranks_of(layout.host())) pids.push_back(gathered.pids[rank]);
     PeerProcesses processes(pids.begin(), pids.end());
-    return make_rails_transport(context, std::move(exchange), rendezvous.workspace_group(gathered, layout),
-                                std::move(processes), layout, device, *library, settings);
+    return make_rails_transport(context, std::move(exchange), straight(std::move(beside)),
+                                rendezvous.workspace_group(gathered, layout), std::move(processes), layout,
+                                device, *library, settings);
   }
   check_rings_can_be(why_no_library);
   if (library == nullptr) return collectives(device, why_no_library);

@@ -14,6 +14,10 @@ namespace {
 // of the host while the next ones arrive; each costs a launch.
 constexpr int kMostExchanges = 8;
 
+// The least bytes of a rank's own rows that go by rails. They save an adapter the time of sending them to the
+// other ranks of each host, and cost the host a call for each of those: 5 us, in which 45 GB/s send so much.
+constexpr int64_t kLeastBytes = int64_t{256} << 10;
+
 // The deadline of waits inside a host, in those of exchanges. A rank that waits there may wait for one whose
 // exchange waits for a rank that does not come: that one is to be named, by whoever waits for it.
 constexpr double kInsideDeadline = 1.5;
@@ -38,10 +42,13 @@ GroupContext context_of_host(const GroupContext& context, const HostLayout& layo
 class RailsTransport : public Transport {
  public:
   RailsTransport(GroupContext& context, std::unique_ptr<Exchange> exchange,
-                 std::unique_ptr<WorkspaceGroup> host, PeerProcesses processes, const HostLayout& layout,
-                 c10::Device device, const DeviceLibrary& library, const GroupSettings& settings)
+                 std::unique_ptr<Transport> straight, std::unique_ptr<WorkspaceGroup> host,
+                 PeerProcesses processes, const HostLayout& layout, c10::Device device,
+                 const DeviceLibrary& library, const GroupSettings& settings)
       : Transport(context),
         exchange_(std::move(exchange)),
+        straight_(std::move(straight)),
+        least_bytes_(settings.ring.chunk_bytes > 0 ? 0 : kLeastBytes),
         layout_(layout),
         of_host_(context_of_host(context, layout)),
         inside_(of_host_, std::move(host), std::move(processes), device, library, settings),
@@ -60,6 +67,7 @@ class RailsTransport : public Transport {
   void flush() override {
     for (Slot& slot : slots_) exchange_->end(slot.steps, name_of(slot.op));
     inside_.flush();
+    straight_->flush();
   }
   void leave() override { flush(); }
   bool crosses_hosts() const override { return true; }
@@ -67,7 +75,9 @@ class RailsTransport : public Transport {
     return "rails of " + exchange_->backend_name() + " between hosts, copy engines inside, " +
            std::to_string(world_size()) + " ranks on " + std::to_string(layout_.hosts()) + " hosts";
   }
-  int64_t workspace_bytes() const override { return inside_.workspace_bytes(); }
+  int64_t workspace_bytes() const override {
+    return inside_.workspace_bytes() + straight_->workspace_bytes();
+  }
 
  private:
   friend class RailsFlight;
@@ -94,7 +104,14 @@ class RailsTransport : public Transport {
     return claimed;
   }
 
+  // Whether a flight goes by rails; the same on all ranks.
+  bool goes_by_rails(const FlightDescriptor& descriptor) const {
+    return rows_of_rank(descriptor.rows, world_size(), 0) * descriptor.row_bytes() >= least_bytes_;
+  }
+
   std::unique_ptr<Exchange> exchange_;
+  std::unique_ptr<Transport> straight_;  // for few bytes
+  int64_t least_bytes_;
   HostLayout layout_;
   GroupContext of_host_;
   DeviceTransport inside_;
@@ -442,19 +459,22 @@ class RailsScatter : public ScatterByRank {
 }  // namespace
 
 std::unique_ptr<GatherFlight> RailsTransport::gather(const FlightDescriptor& descriptor) {
+  if (!goes_by_rails(descriptor)) return straight_->gather(descriptor);
   return std::make_unique<RailsGather>(*this, descriptor, layout_.hosts());
 }
 
 std::unique_ptr<ScatterFlight> RailsTransport::scatter(const FlightDescriptor& descriptor, bool all) {
+  if (!goes_by_rails(descriptor)) return straight_->scatter(descriptor, all);
   return std::make_unique<RailsScatter>(*this, descriptor, all, layout_);
 }
 
 std::unique_ptr<Transport> make_rails_transport(GroupContext& context, std::unique_ptr<Exchange> exchange,
+                                                std::unique_ptr<Transport> straight,
                                                 std::unique_ptr<WorkspaceGroup> host, PeerProcesses processes,
                                                 const HostLayout& layout, c10::Device device,
                                                 const DeviceLibrary& library, const GroupSettings& settings) {
-  return std::make_unique<RailsTransport>(context, std::move(exchange), std::move(host), std::move(processes),
-                                          layout, device, library, settings);
+  return std::make_unique<RailsTransport>(context, std::move(exchange), std::move(straight), std::move(host),
+                                          std::move(processes), layout, device, library, settings);
 }
 
 }  // namespace pyruntime

@@ -28,9 +28,11 @@
 
 namespace pyruntime {
 
-// Collective over the group, with its first op. `exchange` sends among all ranks; `host` has the ranks of
-// this host, and `processes` theirs; `library` outlives the transport.
+// Collective over the group, with its first op. `exchange` sends among all ranks, and so does `straight`, by
+// which flights of few bytes go, if no chunk_bytes are set; `host` has the ranks of this host, and
+// `processes` theirs; `library` outlives the transport.
 std::unique_ptr<Transport> make_rails_transport(GroupContext& context, std::unique_ptr<Exchange> exchange,
+                                                std::unique_ptr<Transport> straight,
                                                 std::unique_ptr<WorkspaceGroup> host, PeerProcesses processes,
                                                 const HostLayout& layout, c10::Device device,
                                                 const DeviceLibrary& library, const GroupSettings& settings);
