@@ -570,13 +570,17 @@ class Predictor:
         copied += 2 * exchange.stacked
         return exchange.gradients * (1 + 1 / over.size) / bandwidth, copied / bandwidth
 
-    def _before_experts(self, mesh: Mesh, exchanges: Sequence[DataParallelExchange]) -> float:
-        """Returns the seconds in which rows of experts, which all wait for, wait for others inside a node."""
+    def _before_experts(
+        self, mesh: Mesh, exchanges: Sequence[DataParallelExchange], gathers: float = 1.0
+    ) -> float:
+        """Returns the seconds in which rows of experts, which all wait for, wait for others inside a node.
+        gathers: of weights in a step."""
         over = self.link(mesh, "ep" if mesh.ep else "tp", mesh.experts_over)
         if not self.job.model.experts or over.size == 1:
             return 0.0
         return sum(
-            (each.gradients + 2 * each.parameters) / each.over.size * each.over.inside for each in exchanges
+            (each.gradients + gathers * 2 * each.parameters) / each.over.size * each.over.inside
+            for each in exchanges
         )
 
     def _reduction(
@@ -628,6 +632,7 @@ class Predictor:
             reducing = left(again + gradients, window_backward + own_reducing)
             in_all = micro_batches * each + (micro_batches - times) * without + times * reducing
             own = (1 + share) * micro_batches * own_weights + times * own_gradients
+            own += self._before_experts(mesh, exchanges, 1 + share)
             return in_all + own + times * sums, optimizer
         if zero < 2:
             times = 1
