@@ -10,8 +10,8 @@ namespace pyruntime {
 
 namespace {
 
-// The most exchanges of rows that nobody reads before the last have come. Rows of one are put into the ranks
-// of the host while the next ones arrive; each costs a launch.
+// The most exchanges of a flight. Rows of one are put into the ranks of the host while the next ones arrive;
+// each costs a launch.
 constexpr int kMostExchanges = 8;
 
 // The least bytes of a rank's own rows that go by rails. They save an adapter the time of sending them to the

@@ -2,16 +2,15 @@
 // local rank, one on each host, are a rail. Rows cross between hosts on the rail of the rank that has or
 // wants them, once, and go on inside the host by symmetric memory and copy engines:
 //
-//     gather     rank (h, l) sends its rows to its rail and to the ranks of its host; what arrives on the
-//     rail
-//                it puts into the ranks of its host
-//     scatter    the parts of rows of (h', l), of all ranks of host h, are summed by rank (h, l), which sends
-//     the
-//                sum on its rail; the owner sums over hosts
+//     gather     rank (h, l) sends its rows to its rail and to the ranks of its host; what arrives on
+//                the rail it puts into the ranks of its host
+//     scatter    the parts of rows of (h', l), of all ranks of host h, are summed by rank (h, l), which
+//                sends the sum on its rail; the owner sums over hosts
 //
 // So a device receives (H - 1) / P of the rows from other hosts (H hosts, P ranks), and its adapter carries
 // no more. Sums run over the ranks of a host in their order, are rounded, and then over hosts in theirs. What
-// arrives is passed on, and summed, on the stream that moves rows; nothing waits on the host.
+// arrives is passed on, and summed, on the stream that moves rows; nothing waits on the host. Flights of few
+// bytes go straight to all ranks.
 #pragma once
 
 #include <c10/core/Device.h>
