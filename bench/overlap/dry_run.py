@@ -146,7 +146,9 @@ def calls_of(
     )
     recorder = _Recorder(ranks)
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
         queries, keys = q.shape[2], k.shape[2]
         seen = queries * (keys - queries) + queries * (queries + 1) / 2
         recorder.add("attention", flops=4.0 * q.shape[0] * q.shape[1] * q.shape[3] * seen)

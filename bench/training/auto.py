@@ -91,7 +91,9 @@ def hf_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"model." + name if name.startswith("norm.") else name: tensor for name, tensor in found.items()}
 
 
-def no_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+def no_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, scale: float | None = None
+) -> Tensor:
     """Returns sums [B, H, S, d] that read all of q, k, v [B, H or G, S, d] and cost next to nothing."""
     batch, heads, seq, dim = q.shape
     return (q.view(batch, k.shape[1], -1, seq, dim) + (k + v).unsqueeze(2)).view(batch, heads, seq, dim)
