@@ -1,4 +1,4 @@
-"""What a rank holds of a Llama's tensors: how much (`TensorCuts`), and where it lies in the tensors of a
+"""The parts of a Llama's tensors that a rank holds: how much (`TensorCuts`), and where they lie in those of a
 checkpoint (`TensorShard`), for initialisation, loading and saving.
 
 Tensor-parallel ranks of unequal speed hold MLP features in units of 16, whole groups of heads (a key/value
@@ -56,8 +56,8 @@ VOCABULARY = 64
 
 @dataclasses.dataclass(frozen=True)
 class TensorCuts:
-    """What each tensor-parallel rank holds of the dimensions that are cut. (): equal parts, as DTensor's
-    `Shard` cuts them."""
+    """The sizes that each tensor-parallel rank holds of the dimensions that are cut. (): equal parts, as
+    DTensor's `Shard` cuts them."""
 
     features: tuple[int, ...] = ()
     """MLP features."""

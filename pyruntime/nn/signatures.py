@@ -22,8 +22,8 @@ class Operand:
     placement: str
     converted: str = ""
     width: str = ""
-    """What its rows hold, if it is converted: the operator's n or k features, or of experts the ids and
-    weights ("routes") or the weights alone."""
+    """The features that its rows hold, if it is converted: the operator's n or k features, or of experts the
+    ids and weights ("routes") or the weights alone."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.placement}" + (f" > {self.converted}" if self.converted else "")

@@ -76,7 +76,7 @@ class ResolvedRun:
     layers: tuple[range, ...]
     """The layers of each stage."""
     cuts: TensorCuts
-    """What each tensor-parallel rank holds, if that is unequal."""
+    """The sizes that each tensor-parallel rank holds, if these are unequal."""
     outer: Method | None
     """Method by which replicas synchronize; None if they sum their gradients in every step."""
     compression: Compression | None
@@ -145,7 +145,7 @@ class ResolvedRun:
 
     @property
     def movable(self) -> Movable:
-        """What may move away from a slow rank."""
+        """The kind of work that may move away from a slow rank."""
         if self.mesh.pp > 1:
             return "layers"
         return "micro-batches" if self.mesh.dp > 1 else "parts"

@@ -47,6 +47,12 @@ def test_sums_are_bitwise_those_of_symmetric_memory_and_of_the_next_run(ranks, w
 
 def faulty(group, fault, deadline):
     take(group, BETWEEN)
+    return with_fault(group, fault, deadline)
+
+
+def with_fault(group, fault, deadline, believed=True):
+    """Calls a gather again and again, to the third of which rank 1 comes late or never; returns the error of
+    this rank. believed: results are right where no error was raised."""
     comm.set_deadline(group, deadline)
     x, weight = torch.ones(4, 3), torch.ones(5, 3)
     for call in range(4):
@@ -58,7 +64,7 @@ def faulty(group, fault, deadline):
             y = ops.all_gather_matmul(x, weight, group, rows=4 * group_size(group), tier="chunked")
         except (CommTimeout, PeerLost) as error:
             return type(error).__name__, str(error)
-        assert (y == 3).all()
+        assert not believed or (y == 3).all()
     return "", ""
 
 

@@ -1,16 +1,15 @@
 """Chunks between hosts with several devices each, here of CPU tensors: rows go between hosts on rails, over
 gloo, and inside a host by the host dialect of the kernels."""
 
-import os
-import signal
 import time
 
 import pytest
 import torch
 
 from pyruntime import comm, ops
-from pyruntime.comm import CommTimeout, PeerLost, group_rank, group_size
+from pyruntime.comm import CommTimeout, group_rank, group_size
 from pyruntime.comm.core import _C
+from tests.comm.test_device_exchange import with_fault
 from tests.cuda import build
 from tests.cuda.test_chunked import many
 from tests.data_parallel.test_shard import check, expected, trained
@@ -152,38 +151,20 @@ def test_a_deadline_set_between_calls_is_one_inside_hosts_too(ranks):
         assert "waiting for rank" in (outcome.value or ""), outcome
 
 
-def faulty(group, fault, deadline):
-    _C.use_device_library("cpu", str(build.LIBRARY))
-    take(group, "device on rails")
-    comm.set_deadline(group, deadline)
-    x, weight = torch.ones(4, 3), torch.ones(5, 3)
-    for call in range(4):
-        if call == 2 and group_rank(group) == 1:
-            if fault == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(float(fault))
-        try:
-            y = ops.all_gather_matmul(x, weight, group, rows=4 * group_size(group), tier="chunked")
-        except (CommTimeout, PeerLost) as error:
-            return type(error).__name__, str(error)
-        # A wait on a device that fails is an error of the next call.
-        assert fault in ("6", "killed") or (y == 3).all()
-    return "", ""
-
-
 def test_a_late_rank_does_no_harm(ranks):
-    assert [outcome.value for outcome in ranks.launch(faulty, 4, "0.5", 30.0)] == [("", "")] * 4
+    assert [outcome.value for outcome in ranks.launch(on_rails, 4, with_fault, "0.5", 30.0)] == [("", "")] * 4
 
 
 def test_a_rank_that_stays_away_is_a_timeout_on_all(ranks):
-    outcomes = ranks.launch(faulty, 4, "6", 2.0)
+    # A wait on a device that fails is an error of the next call.
+    outcomes = ranks.launch(on_rails, 4, with_fault, "6", 2.0, False)
     for outcome in outcomes:
         kind, message = outcome.value
         assert kind == "CommTimeout" and "rank 1" in message, outcomes
 
 
 def test_a_rank_that_is_gone_is_lost(ranks):
-    outcomes = ranks.launch(faulty, 4, "killed", 20.0)
+    outcomes = ranks.launch(on_rails, 4, with_fault, "killed", 20.0, False)
     for rank in (0, 2, 3):
         kind, message = outcomes[rank].value
         assert kind == "PeerLost" and "rank 1" in message, outcomes

@@ -73,7 +73,7 @@ def test_every_conversion_moves_what_it_says(ranks, transport, n):
 
 
 def log_sum_exp(group, logits):
-    """Of a vocabulary that is cut over ranks: each has a term of the maximum, and then of the sum."""
+    """Ranks share a vocabulary: each has a term of the maximum, and then of the sum."""
     own = held(logits, "S(1)", group)
     largest = convert(own.amax(1), "P(max)", "B", group)
     total = convert((own - largest[:, None]).exp().sum(1), "P", "B", group)
@@ -155,7 +155,7 @@ class ExpertNet(torch.nn.Module):
 
 
 def explained_experts(group, transport, sequence_parallel, rows, dtype):
-    """What explain() says that experts move, what this rank's ledger counted, and the text."""
+    """Returns the bytes of experts by explain() and by this rank's ledger, and the text."""
     take(group, transport)
     net = ExpertNet(group, sequence_parallel, dtype)
     generator = torch.Generator().manual_seed(rows)

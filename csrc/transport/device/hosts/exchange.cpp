@@ -156,4 +156,26 @@ void Exchange::raise(const Step& step, const char* what, const std::string& why)
   raise_for_all(failure_of(context_, late ? CommErrorKind::kTimeout : CommErrorKind::kPeerLost, text.str()));
 }
 
+void FlightSteps::claim(Exchange& exchange, Op op, uint64_t number) {
+  end();
+  steps_.clear();
+  exchange_ = &exchange;
+  op_ = op;
+  number_ = number;
+}
+
+void FlightSteps::begin(const std::vector<Passage>& passages) {
+  const auto step = exchange_->begin(number_, name_of(op_), passages);
+  for (const Passage& each : passages) {
+    steps_.resize(std::max<size_t>(steps_.size(), each.index + 1));
+    steps_[each.index] = step;
+  }
+}
+
+Step& FlightSteps::step(int index) {
+  TORCH_CHECK(index < static_cast<int>(steps_.size()) && steps_[index] != nullptr, "A chunk of ",
+              name_of(op_), " is waited for before this rank has published its own.");
+  return *steps_[index];
+}
+
 }  // namespace pyruntime

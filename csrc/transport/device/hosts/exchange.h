@@ -76,4 +76,25 @@ class Exchange {
   int instance_;
 };
 
+// The steps of the flight in a slot, by the index of each passage.
+class FlightSteps {
+ public:
+  // Ends those of the flight before. `number`: the flight's, the same on all ranks.
+  void claim(Exchange& exchange, Op op, uint64_t number);
+  void begin(const std::vector<Passage>& passages);
+  void await(int index) { exchange_->await(step(index), name_of(op_)); }
+  void follow(int index) { exchange_->follow(step(index), name_of(op_)); }
+  void end() {
+    if (exchange_ != nullptr) exchange_->end(steps_, name_of(op_));
+  }
+
+ private:
+  Step& step(int index);
+
+  Exchange* exchange_ = nullptr;  // of the group, if the slot was used
+  Op op_ = Op::kAllGather;
+  uint64_t number_ = 0;
+  std::vector<std::shared_ptr<Step>> steps_;  // null: not begun
+};
+
 }  // namespace pyruntime

@@ -65,7 +65,7 @@ class RailsTransport : public Transport {
   }
 
   void flush() override {
-    for (Slot& slot : slots_) exchange_->end(slot.steps, name_of(slot.op));
+    for (FlightSteps& steps : slots_) steps.end();
     inside_.flush();
     straight_->flush();
   }
@@ -82,26 +82,16 @@ class RailsTransport : public Transport {
  private:
   friend class RailsFlight;
 
-  // The exchanges of a flight under way, and of its predecessor until they have been waited for.
-  struct Slot {
-    Op op = Op::kAllGather;
-    std::vector<std::shared_ptr<Step>> steps;  // by the index of each passage; null: not begun
-  };
-
   // The transport of a flight inside the host, which claims its slot there.
   DeviceTransport& inside() {
     of_host_.deadline_seconds = kInsideDeadline * context_.deadline_seconds;  // may have been set since
     return inside_;
   }
   // The exchanges of the flight that has claimed that slot inside the host.
-  Slot& claim(int slot, Op op) {
-    Slot& claimed = slots_[slot];
-    exchange_->end(claimed.steps, name_of(claimed.op));
-    claimed.steps.clear();
-    claimed.op = op;
-    ++last_number_;
+  FlightSteps& claim(int slot, Op op) {
+    slots_[slot].claim(*exchange_, op, ++last_number_);
     ++context_.stats.ops;
-    return claimed;
+    return slots_[slot];
   }
 
   // Whether a flight goes by rails; the same on all ranks.
@@ -117,7 +107,8 @@ class RailsTransport : public Transport {
   DeviceTransport inside_;
   DeviceStreams streams_;
   uint64_t last_number_ = 0;
-  std::array<Slot, PYRUNTIME_SLOTS> slots_;
+  // Of the flights under way, and of their predecessors until these have been waited for.
+  std::array<FlightSteps, PYRUNTIME_SLOTS> slots_;
 };
 
 // The common part of gathers and scatters: a flight inside the host, and exchanges on the rail.
@@ -125,10 +116,8 @@ class RailsFlight {
  public:
   RailsFlight(RailsTransport& transport, const FlightDescriptor& descriptor, int64_t bytes, int flags)
       : transport_(transport),
-        descriptor_(descriptor),
         inside_(transport.inside(), descriptor, bytes, flags, /*pieces=*/0),
-        slot_(transport.claim(inside_.slot(), descriptor.op)),
-        number_(transport.last_number_) {}
+        steps_(transport.claim(inside_.slot(), descriptor.op)) {}
 
   DeviceFlight& inside() { return inside_; }
   const DeviceFlight& inside() const { return inside_; }
@@ -144,14 +133,8 @@ class RailsFlight {
   int distance_from(int other) const { return (host() - other + hosts()) % hosts(); }
 
   // Begins exchanges after what the current stream has so far.
-  void exchange(const std::vector<Passage>& passages) {
-    const auto step = transport_.exchange_->begin(number_, name_of(descriptor_.op), passages);
-    for (const Passage& each : passages) {
-      slot_.steps.resize(std::max<size_t>(slot_.steps.size(), each.index + 1));
-      slot_.steps[each.index] = step;
-    }
-  }
-  void await_exchange(int index) { transport_.exchange_->await(step(index), name_of(descriptor_.op)); }
+  void exchange(const std::vector<Passage>& passages) { steps_.begin(passages); }
+  void await_exchange(int index) { steps_.await(index); }
 
   // The hosts after this rank's, up to which exchange number `exchange` of a flight goes, from 1 on.
   int end_of_exchange(int exchange) const {
@@ -176,7 +159,7 @@ class RailsFlight {
     const auto moving = inside_.streams().on_moving();
     for (int distance = 1, exchange = 1; distance < hosts(); ++exchange) {
       puts.clear();
-      transport_.exchange_->follow(step(first + distance), name_of(descriptor_.op));
+      steps_.follow(first + distance);
       for (; distance <= end_of_exchange(exchange); ++distance) add(distance);
       inside_.put_together(puts);
     }
@@ -202,17 +185,9 @@ class RailsFlight {
   }
 
  private:
-  Step& step(int index) {
-    TORCH_CHECK(index < static_cast<int>(slot_.steps.size()) && slot_.steps[index] != nullptr, "A chunk of ",
-                name_of(descriptor_.op), " is waited for before this rank has published its own.");
-    return *slot_.steps[index];
-  }
-
   RailsTransport& transport_;
-  FlightDescriptor descriptor_;
   DeviceFlight inside_;
-  RailsTransport::Slot& slot_;
-  uint64_t number_;
+  FlightSteps& steps_;
 };
 
 namespace {
@@ -351,7 +326,7 @@ class RailsScatter : public ScatterByRank {
   void finish() override { flight_.finish(); }
 
  private:
-  // Where a part goes inside the host; nowhere if this rank sums it.
+  // The put of a part inside the host; none if this rank sums it.
   std::optional<PyruntimePut> put_of(const Chunk& chunk) {
     const HostLayout& layout = flight_.layout();
     const int local = layout.local_rank_of(chunk.owner), host = layout.host_of(chunk.owner);

@@ -34,7 +34,7 @@ class ExchangeTransport : public Transport {
   }
 
   void flush() override {
-    for (Slot& slot : slots_) exchange_->end(slot.steps, name_of(slot.op));
+    for (Slot& slot : slots_) slot.steps.end();
     streams_.synchronize();
   }
   void leave() override { flush(); }
@@ -59,9 +59,8 @@ class ExchangeTransport : public Transport {
   // The slot of a flight under way, and of its predecessor until its sends have been waited for.
   struct Slot {
     bool in_flight = false;
-    Op op = Op::kAllGather;
     at::Tensor arriving, leaving;
-    std::vector<std::shared_ptr<Step>> steps;  // by the index of each passage; null: not begun
+    FlightSteps steps;
   };
 
   int claim(Op op) {
@@ -69,9 +68,7 @@ class ExchangeTransport : public Transport {
     const int slot = static_cast<int>(++last_number_ % slots_.size());
     Slot& claimed = slots_[slot];
     check_slot_is_free(context_, !claimed.in_flight, op, " on " + device_.str());
-    exchange_->end(claimed.steps, name_of(claimed.op));
-    claimed.steps.clear();
-    claimed.op = op;
+    claimed.steps.claim(*exchange_, op, last_number_);
     claimed.in_flight = true;
     ++context_.stats.ops;
     return slot;
@@ -100,8 +97,7 @@ class ExchangeFlight {
                  int64_t leaving_bytes)
       : transport_(transport),
         descriptor_(descriptor),
-        slot_(transport.slots_[transport.claim(descriptor.op)]),
-        number_(transport.last_number_) {
+        slot_(transport.slots_[transport.claim(descriptor.op)]) {
     transport.at_least(slot_.arriving, arriving_bytes);
     transport.at_least(slot_.leaving, leaving_bytes);
   }
@@ -125,18 +121,8 @@ class ExchangeFlight {
   int distance_to(int other) const { return (other - rank() + world_size()) % world_size(); }
   int distance_from(int other) const { return (rank() - other + world_size()) % world_size(); }
 
-  void begin(const std::vector<Passage>& passages) {
-    const auto step = transport_.exchange_->begin(number_, name_of(descriptor_.op), passages);
-    for (const Passage& each : passages) {
-      slot_.steps.resize(std::max<size_t>(slot_.steps.size(), each.index + 1));
-      slot_.steps[each.index] = step;
-    }
-  }
-  void await(int index) {
-    TORCH_CHECK(index < static_cast<int>(slot_.steps.size()) && slot_.steps[index] != nullptr, "A chunk of ",
-                name_of(descriptor_.op), " is waited for before this rank has published its own.");
-    transport_.exchange_->await(*slot_.steps[index], name_of(descriptor_.op));
-  }
+  void begin(const std::vector<Passage>& passages) { slot_.steps.begin(passages); }
+  void await(int index) { slot_.steps.await(index); }
   void finish() { slot_.in_flight = false; }
 
  private:
@@ -149,7 +135,6 @@ class ExchangeFlight {
   ExchangeTransport& transport_;
   FlightDescriptor descriptor_;
   ExchangeTransport::Slot& slot_;
-  uint64_t number_;
 };
 
 namespace {
