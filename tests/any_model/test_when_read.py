@@ -105,7 +105,7 @@ def gathers_of_a_step(group) -> None:
     with mock.patch.object(gather, "_gather", side_effect=gather._gather) as called:
 
         def of_logits() -> int:
-            return sum(call.args[-1] == (whole.config.vocab_size,) for call in called.call_args_list)
+            return sum(call.args[4] == (whole.config.vocab_size,) for call in called.call_args_list)
 
         out = model(**BATCH)
         out.loss.backward()

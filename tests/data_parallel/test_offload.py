@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import gc
 import os
 import time
 
@@ -152,9 +154,13 @@ def held(group, folder):
 
     Resident states are anonymous memory. Pages of mapped files (torch's libraries among them) count
     for the states in the file alone: the system takes such pages back whenever memory is short.
+    Freed memory that the C library keeps is given back first, or states would lie in what was
+    counted before.
     """
 
     def resident(kinds):
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
         return sum(memory_of(kind) for kind in kinds)
 
     found = []

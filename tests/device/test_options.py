@@ -49,6 +49,7 @@ LEFT = {
     "parallel.rebalance": "a file of tests of its own",
     "parallel.tp_wire": "a file of tests of its own",
     "parallel.hosts": "the numbers of ranks, before anything is computed; tests/comm/test_links.py",
+    "pipeline.skip": "a file of tests of its own, beside a rank that skips the same layers",
     "pipeline.wire": "a file of tests of its own",
     "context.wire": "a file of tests of its own",
     "train.ledger": "a file of tests of its own",

@@ -161,7 +161,7 @@ def test_changed_bytes_of_a_checkpoints_facts_or_manifest(checkpoint, data):
     try:
         found = read_checkpoint(path)
         assert found is None or found == CheckpointFacts(
-            3, "fp32", {"hidden_size": 64}, norms=[], deal=[], layers=[], micro_batches=[]
+            3, "fp32", {"hidden_size": 64}, norms=[], deal=[], layers=[], micro_batches=[], tp_parts=[]
         )
     finally:
         (path / name).write_bytes(whole)
