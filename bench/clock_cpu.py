@@ -174,7 +174,7 @@ def work_s(work: Asked) -> float:
         x, y = torch.ones(half), torch.ones(half)
         return timed(lambda: y.copy_(x))
     if kind == "gemm":
-        m, n, k, batch, size = (*sizes, *(1, 4)[len(sizes) - 3 :])
+        m, n, k, batch, size = (*sizes, *(1, 4)[len(sizes) - 3 :])[:5]
         dtype = torch.float32 if size == 4 else torch.bfloat16
         a, b = torch.randn(batch, m, k, dtype=dtype), torch.randn(batch, n, k, dtype=dtype).transpose(1, 2)
         return timed(lambda: torch.mm(a[0], b[0]) if batch == 1 else torch.bmm(a, b))

@@ -35,7 +35,8 @@ int64_t bytes_of(const c10::IValue& value) {
   return bytes;
 }
 
-// The operands of a matrix product that adds to `self` come one later.
+// The operands of a matrix product that adds to `self` come one later. The last size: the bytes that are
+// written, and read where a whole matrix is added to, for an element of the result.
 std::optional<Work> gemm_of(const std::string& name, at::ArrayRef<c10::IValue> arguments) {
   static const std::set<std::string> kPlain = {"aten::mm", "aten::bmm"};
   static const std::set<std::string> kAdding = {"aten::addmm", "aten::addmm_", "aten::baddbmm",
@@ -43,8 +44,11 @@ std::optional<Work> gemm_of(const std::string& name, at::ArrayRef<c10::IValue> a
   const bool adds = kAdding.count(name) > 0;
   if (!adds && kPlain.count(name) == 0) return std::nullopt;
   const at::Tensor a = arguments[adds ? 1 : 0].toTensor(), b = arguments[adds ? 2 : 1].toTensor();
+  const at::Tensor first = arguments[0].toTensor();
   const int64_t batches = a.dim() == 3 ? a.size(0) : 1;
-  return Work{"gemm", {a.size(-2), b.size(-1), a.size(-1), batches, a.element_size()}};
+  const bool reads = adds && first.dim() == a.dim();
+  const int64_t moved = (adds ? first : a).element_size() * (reads ? 2 : 1);
+  return Work{"gemm", {a.size(-2), b.size(-1), a.size(-1), batches, a.element_size(), moved}};
 }
 
 }  // namespace

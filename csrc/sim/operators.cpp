@@ -517,6 +517,28 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
   return {input * mask * (p < 1 ? 1 / (1 - p) : 0), mask};
 }
 
+// CUDA's GEMM of 16-bit operands with a sum in fp32, which CPUs have not.
+at::Tensor& addmm_in_float(const at::Tensor& self, const at::Tensor& a, const at::Tensor& b,
+                           at::ScalarType dtype, const at::Scalar& beta, const at::Scalar& alpha,
+                           at::Tensor& out) {
+  TORCH_CHECK(at::isReducedFloatingType(a.scalar_type()) && a.scalar_type() == b.scalar_type(),
+              "addmm to another dtype takes two 16-bit operands of one dtype, as on CUDA; got ",
+              a.scalar_type(), " and ", b.scalar_type(), ".");
+  TORCH_CHECK(dtype == at::kFloat && out.scalar_type() == dtype && self.is_same(out),
+              "addmm to another dtype has float32 here, written over what is added to.");
+  const bool reads = beta.toDouble() != 0;
+  Work work{"gemm", {a.size(0), b.size(1), a.size(1), 1, a.element_size(), reads ? 8 : 4}};
+  enqueue(
+      out.device().index(), "aten::addmm",
+      [a = over(a), b = over(b), to = over(out), beta, alpha, reads]() mutable {
+        const Below below;
+        if (!reads) to.zero_();  // whatever was there
+        to.addmm_(a.to(at::kFloat), b.to(at::kFloat), beta, alpha);
+      },
+      std::move(work));
+  return out;
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_later>());
 }
@@ -537,6 +559,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
   m.impl("unfold", TORCH_FN(at::native::unfold));
   m.impl("native_dropout", TORCH_FN(native_dropout));
+  m.impl("addmm.dtype_out", TORCH_FN(addmm_in_float));
   // Not by torch's composition of other operators, whose statistics are of the input's dtype.
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&run_later>());
 }

@@ -273,7 +273,7 @@ class Llama(nn.Module):
             count = self.context.sum(count.double().view(1))[0] / self.context.size
         count = count.clamp(min=1 if self.context is None else 1 / self.context.size).float()
         options = {**self._loss_options, "z_loss": self.z_loss if self.training else 0.0}
-        if rows := self._rows_of_chunk(len(labels), x.element_size()):
+        if rows := self._rows_of_chunk(len(labels), x):
             weights = count.reciprocal().expand(len(labels))
             return self._chunked_loss(x, labels, {**options, "token_weights": weights, "chunk_rows": rows})
         logits = self.head(x, len(labels))
@@ -287,7 +287,7 @@ class Llama(nn.Module):
         Where the loss is computed by chunks, the head runs twice: for the losses, then for their sum.
         """
         labels, options = self.in_rows(labels), self._loss_options
-        if rows := self._rows_of_chunk(len(labels), x.element_size()):
+        if rows := self._rows_of_chunk(len(labels), x):
             of_chunks = {**options, "chunk_rows": rows}
             losses = self._by_chunks(linear_token_losses, x, labels, of_chunks)
             weights = weigh(losses)
@@ -306,13 +306,13 @@ class Llama(nn.Module):
             "ignore_index": IGNORE_INDEX,
         }
 
-    def _rows_of_chunk(self, rows: int, element_size: int) -> int:
-        """Returns how many rows' logits are in memory at once for a loss of so many rows; 0: all."""
+    def _rows_of_chunk(self, rows: int, x: Tensor) -> int:
+        """Returns how many rows' logits are in memory at once for a loss of so many rows of x; 0: all."""
         if torch.compiler.is_compiling() or self.group.y is not None:
             return 0
         # The same on all ranks, which exchange rows and statistics of the same chunks.
         width = max(self.cuts.vocabulary, default=self.config.vocab_size // self.group.size)
-        return chunk_rows(rows, width * element_size)
+        return chunk_rows(rows, width * x.element_size(), x.device.type)
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Gathers this rank's logits [..., V_r] into those of the whole vocabulary, on every rank."""

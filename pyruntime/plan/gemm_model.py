@@ -47,13 +47,17 @@ class Gemms:
     memory_bandwidth: float
     """Bytes/s of the GPU's memory."""
 
-    def seconds(self, m: float, n: float, k: float, batch: int = 1, size: int = 2) -> float:
+    def seconds(
+        self, m: float, n: float, k: float, batch: int = 1, size: int = 2, of_result: int | None = None
+    ) -> float:
         """Returns the seconds of `batch` products [m, k] [k, n], elements of `size` bytes. Elements of 4
-        bytes take the time of TF32, half the rate of bf16."""
+        bytes take the time of TF32, half the rate of bf16. of_result: bytes that are written, and read
+        where products are added to it, for an element of the result; None: `size`."""
         if not (m and n and k and batch):
             return LAUNCH_S
         slower = size / 2
-        moved = self.touch(size * batch * (m * k + k * n + m * n))
+        of_result = size if of_result is None else of_result
+        moved = self.touch(batch * (size * (m * k + k * n) + of_result * m * n))
         return max(slower * self._tiled(m, n, k, batch) / self.sustained + LAUNCH_S + FIRST_LOAD_S, moved)
 
     def touch(self, nbytes: float) -> float:

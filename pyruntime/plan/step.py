@@ -322,15 +322,16 @@ class Predictor:
             return transfer
         return min(transfer, 2 * own_seconds(logits, over) + exposed(transfer, head, mesh.y))
 
-    def _head_parts(self, mesh: Mesh, tokens: float) -> float:
-        """Returns the seconds in which a GPU adds up the head's gradient over the rows whose logits it has at
-        once."""
+    def _head_parts(self, mesh: Mesh, tokens: float, head: float) -> float:
+        """Returns the seconds that a GPU adds up the head's gradient in fp32, over the rows whose logits it
+        has at once, beyond `head`, those of its GEMM."""
         model, cut = self.job.model, mesh.tp * mesh.x
         if self.head_rows is None or not self.job.cluster.is_of_gpus:
             return 0.0
         at_once = self.head_rows(int(tokens), round(2 * model.vocab / cut))
         parts = math.ceil(tokens / at_once) if at_once else 1
-        return (parts - 1) * SUM_BYTES * model.head / cut / self.job.cluster.memory_bandwidth
+        added = 4 * (2 * parts - 1) * model.head / cut / self.job.cluster.memory_bandwidth
+        return max(0.0, added - head) if parts > 1 else 0.0
 
     def _square_sums(self, mesh: Mesh, tokens: float) -> float:
         """Returns the seconds in which a norm waits for fp32 sums of squares over y, which cuts features."""
@@ -426,7 +427,7 @@ class Predictor:
         base = one.backward_input - again
         compute = layers * (one.forward + base + one.backward_weight)
         compute += (3 * head + 2 * head_moved) if has_head else 0.0
-        compute += self._head_parts(mesh, tokens) if has_head else 0.0
+        compute += self._head_parts(mesh, tokens, head) if has_head else 0.0
         sums = self._sums(as_run, micro_batches)
         compute += sums
         recompute = layers * again

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pyruntime.llama.config import LlamaConfig
@@ -30,12 +31,14 @@ TRAINER = Rules(
     workspaces=True,
     outer=10,
     made_whole=True,
-    head_rows=chunk_rows,
+    head_rows=partial(chunk_rows, device_type="cpu"),
 )
 """Memory rules of this trainer in bf16 on CPU ranks of one host, by resident memory. Gradients have the
 weights' type. With several data-parallel ranks, sums of earlier micro-batches are fp32 and whole at every
 stage (docs/explanation/data-parallel.md). `heap` was measured (docs/how-to/plan-and-tune.md)."""
-DEVICE = dataclasses.replace(TRAINER, heap=0, peers_resident=False)
+DEVICE = dataclasses.replace(
+    TRAINER, heap=0, peers_resident=False, head_rows=partial(chunk_rows, device_type="cuda")
+)
 """Memory rules on GPUs, where torch's allocator reuses freed memory, and peers' memory does not count as a
 rank's own. Derived; no GPU has been measured."""
 

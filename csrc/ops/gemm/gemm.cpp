@@ -158,6 +158,11 @@ void WeightGradientGemm::write(const at::Tensor& out, int64_t first, bool accumu
     const at::Tensor columns = (copies ? dy.contiguous() : dy).t();
     if (out.scalar_type() == dy.scalar_type()) return multiply(out, columns, x_, {}, accumulate);
     if (widen(dy)) return multiply(out, columns.to(at::kFloat), x_.to(at::kFloat), {}, accumulate);
+    if (!out.device().is_cpu()) {
+      at::Tensor target = out;
+      at::addmm_out(target, out, columns, x_, at::kFloat, /*beta=*/accumulate ? 1 : 0);
+      return;
+    }
     const at::Tensor narrow = at::mm(columns, x_);
     if (!accumulate) {
       out.copy_(narrow);

@@ -38,7 +38,8 @@ def rows_of_chunk(head: ColumnParallelLinear, x: Tensor) -> int:
         return 0
     if x.dtype != head.weight.dtype or x.dtype == torch.float16:
         return 0
-    return chunk_rows(x.shape[:-1].numel(), head.out_features // head.group.size * x.element_size())
+    width = head.out_features // head.group.size
+    return chunk_rows(x.shape[:-1].numel(), width * x.element_size(), x.device.type)
 
 
 class HeadInput:
