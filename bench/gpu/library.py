@@ -64,7 +64,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "sm90_choose_tiles": [c_int64] * 4 + [c_int32],
     "sm90_all_gather_matmul": [_GROUP, _MATMUL, c_void_p],
     "sm90_matmul_reduce_scatter": [_GROUP, _MATMUL, c_void_p],
-    "reduce": [c_void_p, POINTER(c_void_p), c_int32, c_int64, c_int32, c_void_p, c_int64, c_void_p],
+    "reduce": [c_void_p, POINTER(c_void_p), c_int32, c_int64, c_int32, c_void_p, c_int64, c_int32, c_void_p],
 }
 """Functions that return a code or an int. The host dialect has none of those for Hopper."""
 

@@ -23,7 +23,7 @@ extern "C" {
 /* The number of this interface. Raise it with every change after which an older library must not be called:
    of a function's arguments, of a struct, of the meaning of a value. An added function needs no new number: a
    library without it is refused anyway. */
-enum { PYRUNTIME_INTERFACE = 3 };
+enum { PYRUNTIME_INTERFACE = 4 };
 PYRUNTIME_API int pyruntime_interface(void);
 
 enum { PYRUNTIME_OK = 0, PYRUNTIME_INVALID = 1, PYRUNTIME_DEVICE_ERROR = 2 };
@@ -219,9 +219,11 @@ PYRUNTIME_API int pyruntime_await_leave(const PyruntimeGroup* group, void* strea
 /* ---- support ---- */
 
 /* out[i] = round(parts[0][i] + parts[1][i] + ... [+ bias[i % width]]), summed in that order in fp32. If there
-   are more than PYRUNTIME_MOST_RANKS parts, all but one of them must lie at equal distances. */
+   are more than PYRUNTIME_MOST_RANKS parts, all but one of them must lie at equal distances. most_blocks: for
+   a sum beside GEMMs, which get the rest of the device; 0: as many as fit. The bits are the same. */
 PYRUNTIME_API int pyruntime_reduce(void* out, const void* const* parts, int32_t count_of_parts, int64_t count,
-                                   int32_t dtype, const void* bias, int64_t width, void* stream);
+                                   int32_t dtype, const void* bias, int64_t width, int32_t most_blocks,
+                                   void* stream);
 
 /* With a master the parameter becomes the rounded master. Without one it is bf16, read and updated itself,
    and rounded up or down at random so that the mean is exact: element i by the random number of

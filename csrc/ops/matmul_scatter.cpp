@@ -130,6 +130,12 @@ void MatmulScatter::reduce() {
   flight_->reduce(own_sums_, parts_.bias);
 }
 
+void MatmulScatter::reduce_beside() {
+  if (sums_.defined() || reduced_ || all_) return;
+  own_sums_ = empty(own_rows_);
+  reduced_ = flight_->reduce_beside(own_sums_, parts_.bias);
+}
+
 void MatmulScatter::reduce_if_come() {
   if (!sums_.defined() && !reduced_ && flight_->parts_have_come()) reduce();
 }

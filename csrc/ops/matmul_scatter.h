@@ -46,6 +46,8 @@ class MatmulScatter {
 
   // Waits for the other ranks' parts of this rank's sums; with `all` the sums leave then.
   void reduce();
+  // Does the same on a device beside what the caller's stream gets from now on, if that can be.
+  void reduce_beside();
   // Does the same only if it need not wait.
   void reduce_if_come();
   // Returns the sums, [blocks, *, width].

@@ -198,6 +198,7 @@ at::Tensor begin_row(const at::Tensor& x, const at::Tensor& /*shared*/, const st
   flight->scatter.emplace(route_of(*flight, kOp, rows, weight->weight.size(0), rows.width),
                           MatmulScatter::Parts{{rows}, {weight->weight}, /*transposed=*/true, added},
                           /*all=*/false);
+  flight->scatter->reduce_beside();
   return mark_like(x);
 }
 
@@ -283,6 +284,7 @@ struct EndColumn : Function<EndColumn> {
     if (ctx->needs_input_grad(0)) {
       flight->scatter.emplace(route_of(*flight, "all_gather_matmul_backward", dy, dy.width, flight->width),
                               MatmulScatter::Parts{{dy}, {saved[1]}, /*transposed=*/false}, /*all=*/false);
+      flight->scatter->reduce_beside();
       result[0] = mark_like(x);
     }
     if (need_dw && flight->keeps) {

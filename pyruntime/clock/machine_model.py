@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from pyruntime.plan.cluster import Cluster, find_cluster
-from pyruntime.plan.gemm_model import Gemms
+from pyruntime.plan.gemm_model import Gemms, multiprocessors_of
 from pyruntime.plan.gpus import LAUNCH_S
 
 MACHINES = Path(__file__).parent / "machines"
@@ -46,6 +46,8 @@ class Machine:
             "event": lambda: self.event_s,
             "signal": lambda: LAUNCH_S,
             "memory": self.gemms.touch,
+            "memory beside": self.gemms.touch_beside,
+            "multiprocessors of blocks": multiprocessors_of,
             "gemm": self.gemms.seconds,
             "attention": self.attention,
             "bytes": lambda nbytes: nbytes / self.cluster.memory_bandwidth,

@@ -64,6 +64,13 @@ class Gemms:
         """Returns the seconds of a launch that reads or writes `nbytes` of the GPU's memory."""
         return LAUNCH_S + nbytes / self.memory_bandwidth
 
+    def touch_beside(self, nbytes: float, blocks: float) -> float:
+        """Returns the seconds of a launch of so many blocks of 256 threads that reads or writes `nbytes`
+        beside GEMMs: its multiprocessors get their share of what the L2 cache delivers."""
+        share = multiprocessors_of(blocks) / self.gpu.multiprocessors
+        delivered = min(self.memory_bandwidth, share * L2_BYTES_PER_CLOCK * self.gpu.clock_hz)
+        return LAUNCH_S + nbytes / delivered
+
     @cached_property
     def sustained(self) -> float:
         """Share of the nominal clock at which GEMMs run."""
@@ -73,6 +80,11 @@ class Gemms:
     def _tiled(self, m: float, n: float, k: float, batch: int) -> float:
         """Returns seconds at the nominal clock, without launch, of the best tiles."""
         return _best_of_tiles(self.gpu, self.memory_bandwidth, m, n, k, batch)
+
+
+def multiprocessors_of(blocks: float) -> float:
+    """Returns how many multiprocessors blocks of 256 threads fill."""
+    return blocks / (2048 / 256)
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -25,8 +25,9 @@ Function* real(Function*, const char* name) {
 
 // Writes one byte past its result.
 int pyruntime_reduce(void* out, const void* const* parts, int32_t count_of_parts, int64_t count,
-                     int32_t dtype, const void* bias, int64_t width, void* stream) {
-  const int code = REAL(pyruntime_reduce)(out, parts, count_of_parts, count, dtype, bias, width, stream);
+                     int32_t dtype, const void* bias, int64_t width, int32_t most_blocks, void* stream) {
+  const int code =
+      REAL(pyruntime_reduce)(out, parts, count_of_parts, count, dtype, bias, width, most_blocks, stream);
   if (broken("reduce")) static_cast<char*>(out)[count * (dtype == PYRUNTIME_FP32 ? 4 : 2)] = 0;
   return code;
 }

@@ -37,7 +37,7 @@ void reduce(Rank& rank, int parts, int64_t count, bool with_bias, int64_t shift)
   const std::vector<T> bias = random_values<T>(width, 99);
   const Buffer<T> on_bias(bias), out(count, shift);
   ok(pyruntime_reduce(out.data(), pointers.data(), parts, count, dtype_of<T>(),
-                      with_bias ? on_bias.data() : nullptr, width, rank.stream()));
+                      with_bias ? on_bias.data() : nullptr, width, /*most_blocks=*/0, rank.stream()));
   wait(rank);
   const std::vector<T> seen = out.read();
   for (int64_t i = 0; i < count; ++i) {

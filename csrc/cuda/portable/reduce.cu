@@ -67,12 +67,12 @@ reduce_parts(PYRUNTIME_PARAMETER Parts parameter, T* out, int64_t count, int64_t
 
 template <class T, class Parts>
 void launch(void* out, const Parts& parts, bool aligned, int64_t count, const void* bias, int64_t width,
-            void* stream) {
+            int32_t most_blocks, void* stream) {
   const int64_t vectors = aligned ? count / Vector<T>::kCount : 0;
   const auto kernel = reduce_parts<T, Parts>;
   const int64_t work = aligned ? vectors / kThreads + 1 : count / kThreads + 1;
-  PYRUNTIME_LAUNCH(kernel, blocks_for(work, 0, 8), kThreads, 0, stream, parts, static_cast<T*>(out), count,
-                   vectors, static_cast<const T*>(bias), width);
+  PYRUNTIME_LAUNCH(kernel, blocks_for(work, most_blocks, 8), kThreads, 0, stream, parts, static_cast<T*>(out),
+                   count, vectors, static_cast<const T*>(bias), width);
 }
 
 // Whether part p lies `p * found.distance` behind `found.first` for all p but one, which it notes.
@@ -106,11 +106,12 @@ SpacedParts spaced(const void* const* parts, int count) {
 }  // namespace
 
 int pyruntime_reduce(void* out, const void* const* parts, int32_t count_of_parts, int64_t count,
-                     int32_t dtype, const void* bias, int64_t width, void* stream) {
+                     int32_t dtype, const void* bias, int64_t width, int32_t most_blocks, void* stream) {
   return guarded("reduce", [&] {
     check_dtype(dtype, /*with_fp32=*/true);
     require(count_of_parts >= 1, count_of_parts, " parts; there must be one at least.");
     require(count >= 0, "count=", count, "; it must not be negative.");
+    require(most_blocks >= 0, "most_blocks=", most_blocks, "; it must not be negative.");
     require(bias == nullptr || width >= 1, "width=", width, "; a bias has at least one element.");
     if (count == 0) return;
     require(out != nullptr && parts != nullptr, "the result or the list of parts is a null pointer.");
@@ -121,7 +122,7 @@ int pyruntime_reduce(void* out, const void* const* parts, int32_t count_of_parts
     }
     const auto launched = [&](const auto& where) {
       with_element(dtype, [&](auto element) {
-        launch<decltype(element)>(out, where, aligned, count, bias, width, stream);
+        launch<decltype(element)>(out, where, aligned, count, bias, width, most_blocks, stream);
       });
     };
     if (count_of_parts > PYRUNTIME_MOST_RANKS) return launched(spaced(parts, count_of_parts));

@@ -420,8 +420,18 @@ int pyruntime_sm90_matmul_reduce_scatter(const PyruntimeGroup* group, const Pyru
 // ---- support, layers and compression: memory that is read and written once
 
 int pyruntime_reduce(void*, const void* const*, int32_t count_of_parts, int64_t count, int32_t dtype,
-                     const void*, int64_t, void* stream) {
-  return sim::touch(stream, "reduce", (count_of_parts + 1) * count * sim::size_of(dtype));
+                     const void*, int64_t, int32_t most_blocks, void* stream) {
+  const int64_t bytes = (count_of_parts + 1) * count * sim::size_of(dtype);
+  if (most_blocks == 0) return sim::touch(stream, "reduce", bytes);
+  // Beside GEMMs: it takes multiprocessors from them meanwhile.
+  const sim::Work beside{"memory beside", {bytes, most_blocks}};
+  const double taken = sim::Clock::instance().seconds({"multiprocessors of blocks", {most_blocks}}) /
+                       sim::Clock::instance().seconds({"multiprocessors", {}});
+  const c10::Device device(sim::kSim, static_cast<c10::DeviceIndex>(sim::current_device()));
+  sim::queue(c10::Stream(c10::Stream::DEFAULT, device))
+      .timeline()
+      .go_on("reduce", sim::Clock::instance().seconds(beside) * taken);
+  return sim::launch(stream, "reduce", beside);
 }
 
 int pyruntime_adamw(const PyruntimeAdamwTensor* tensors, int32_t count_of_tensors, int32_t param_dtype,

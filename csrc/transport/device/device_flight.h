@@ -166,6 +166,16 @@ class DeviceFlight {
     is_finished_ = true;
   }
 
+  // Ends the flight for its peers, on the current stream; finish() follows on the caller's.
+  void finish_beside() {
+    check(library().finish(&group_, streams().current()));
+    is_finished_ = true;
+  }
+  // Makes the caller's stream wait for work on another one.
+  void await_beside(const std::optional<c10::Event>& done) {
+    const Spending waiting = waiting_for(world_size() == 2 ? peer_at(1) : -1);
+    streams().current_after(done);
+  }
   // Waits for the puts of this flight that have begun.
   void await_puts() {
     const Spending waiting = waiting_for(/*peer=*/-1);
@@ -223,7 +233,7 @@ class DeviceFlight {
   PyruntimeGroup group_;
   char* data_;
   bool is_captured_;          // into a graph, and not run now
-  bool is_finished_ = false;  // by the kernel that did everything
+  bool is_finished_ = false;  // by the kernel that did everything, or beside the op
 };
 
 }  // namespace pyruntime

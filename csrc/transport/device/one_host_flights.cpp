@@ -1,5 +1,6 @@
 // Gathers and scatters between the devices of one host.
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "transport/device/device_flight.h"
@@ -130,19 +131,44 @@ class DeviceScatter : public ScatterByRank {
       reading.came(others * flight_.bytes(own));
       const Spending summing(flight_.context(), Entered::kSum, name_of(descriptor_.op), /*peer=*/-1,
                              flight_.device());
-      sum_own(all_ ? sum(own) : out, bias);
+      sum_own(all_ ? sum(own) : out, bias, /*most_blocks=*/0);
       if (all_) flight_.put_own_to_all(sum_offset(own), flight_.bytes(own), sum_flag_);
     }
     flight_.end_puts();
+  }
+
+  bool reduce_beside(const at::Tensor& out, const at::Tensor& bias) override {
+    const Chunk& own = plan_.own();
+    if (all_ || own.rows == 0 || flight_.device().is_cpu()) return false;
+    const auto beside = flight_.streams().on_summing();
+    out.record_stream(flight_.streams().current_stream());
+    flight_.follow_all(part_flags(own));
+    sum_own(out, bias, kBlocksBeside);
+    flight_.end_puts();
+    flight_.finish_beside();
+    summed_ = flight_.streams().done();
+    return true;
   }
 
   void wait_for_sum(const Chunk& chunk) override {
     if (chunk.owner != flight_.rank() && chunk.rows > 0) flight_.await(chunk.owner, sum_flag_);
   }
   at::Tensor sum(const Chunk& chunk) override { return flight_.view(flight_.at(sum_offset(chunk)), chunk); }
-  void finish() override { flight_.finish(); }
+  void finish() override {
+    if (summed_) {
+      const int others = flight_.world_size() - 1;
+      Reading reading(flight_.context(), descriptor_.op, others == 1 ? 1 - flight_.rank() : -1, begun_,
+                      flight_.device());
+      flight_.await_beside(summed_);
+      reading.came(others * flight_.bytes(plan_.own()));
+    }
+    flight_.finish();
+  }
 
  protected:
+  // Blocks of a sum beside GEMMs: of an H100, a third, which draws the bandwidth of its memory.
+  static constexpr int32_t kBlocksBeside = 384;
+
   // The flag behind `flags_of_parts` announces an owner's sums.
   DeviceScatter(DeviceTransport& transport, const FlightDescriptor& descriptor, bool all, int64_t parts_bytes,
                 int flags_of_parts)
@@ -156,9 +182,11 @@ class DeviceScatter : public ScatterByRank {
 
   virtual Flags part_flags(const Chunk& chunk) const = 0;
   // Sums the parts of this rank's rows, which have arrived.
-  virtual void sum_own(const at::Tensor& out, const at::Tensor& bias) = 0;
+  virtual void sum_own(const at::Tensor& out, const at::Tensor& bias, int32_t most_blocks) = 0;
 
  private:
+  std::optional<c10::Event> summed_;  // beside the caller's stream
+
   int64_t sum_offset(const Chunk& chunk) const { return parts_bytes_ + flight_.offset(chunk); }
 
   int64_t parts_bytes_;
@@ -202,14 +230,14 @@ class PartsToOwners : public DeviceScatter {
   Flags part_flags(const Chunk& chunk) const override {
     return {0, transport_.flags_of_part(descriptor_, chunk.rows)};
   }
-  void sum_own(const at::Tensor& out, const at::Tensor& bias) override {
+  void sum_own(const at::Tensor& out, const at::Tensor& bias, int32_t most_blocks) override {
     std::vector<at::Tensor> parts;
     for (int rank = 0; rank < flight_.world_size(); ++rank) {
       const Chunk& own = plan_.own();
       parts.push_back(flight_.view(rank == own.owner ? leaving(own) : part_of(rank), own));
     }
     sum_in_order(out.view(parts.front().sizes()), parts, bias, &flight_.library(),
-                 flight_.streams().current());
+                 flight_.streams().current(), most_blocks);
   }
   // Another rank's; this rank's place stays empty.
   char* part_of(int rank) const { return flight_.at(rank * part_bytes_); }
@@ -241,7 +269,7 @@ class SwitchSums : public DeviceScatter {
 
  private:
   Flags part_flags(const Chunk& /*chunk*/) const override { return {0, 1}; }
-  void sum_own(const at::Tensor& out, const at::Tensor& bias) override {
+  void sum_own(const at::Tensor& out, const at::Tensor& bias, int32_t /*most_blocks*/) override {
     flight_.sum_copies(out, flight_.offset(plan_.own()), bias);
   }
 };

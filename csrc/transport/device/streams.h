@@ -1,5 +1,5 @@
-// The streams of an op on a device: the caller's, and one beside it for moving rows. On a device without
-// streams (the CPU) everything happens at once and in order, and nothing here does anything.
+// The streams of an op on a device: the caller's, and beside it one for moving rows and one for sums. On a
+// device without streams (the CPU) everything happens at once and in order, and nothing here does anything.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -20,6 +20,7 @@ class DeviceStreams {
     if (!has_streams()) return;
     const auto take = [&] { return guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true); };
     moving_ = take();
+    summing_ = take();
     for (int way = 0; way < ways; ++way) ways_.push_back(take());
   }
 
@@ -72,6 +73,22 @@ class DeviceStreams {
   c10::OptionalStreamGuard on_moving() const {
     return has_streams() ? c10::OptionalStreamGuard(*moving_) : c10::OptionalStreamGuard();
   }
+  // Makes the summing stream, which waits for all that the caller's stream has so far, the current one within
+  // a scope.
+  c10::OptionalStreamGuard on_summing() const {
+    if (!has_streams()) return c10::OptionalStreamGuard();
+    c10::Event event(device_.type());
+    event.record(guard_.getStream(device_));
+    event.block(*summing_);
+    return c10::OptionalStreamGuard(*summing_);
+  }
+  // The work of the current stream so far, for current_after().
+  std::optional<c10::Event> done() const {
+    if (!has_streams()) return std::nullopt;
+    c10::Event event(device_.type());
+    event.record(guard_.getStream(device_));
+    return event;
+  }
   // Waits on the host for all work of the device.
   void synchronize() const {
     if (has_streams()) guard_.synchronizeDevice(device_.index());
@@ -82,7 +99,7 @@ class DeviceStreams {
 
   c10::Device device_;
   c10::impl::VirtualGuardImpl guard_;
-  std::optional<c10::Stream> moving_;
+  std::optional<c10::Stream> moving_, summing_;
   std::vector<c10::Stream> ways_;
 };
 

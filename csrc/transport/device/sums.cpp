@@ -10,7 +10,7 @@ PyruntimeDtype library_dtype(c10::ScalarType dtype) {
 }
 
 void sum_in_order(const at::Tensor& out, const std::vector<at::Tensor>& parts, const at::Tensor& bias,
-                  const DeviceLibrary* library, void* stream) {
+                  const DeviceLibrary* library, void* stream, int32_t most_blocks) {
   if (library == nullptr || out.scalar_type() == c10::ScalarType::Double) {
     at::Tensor sum =
         parts.front().to(at::toOpMathType(out.scalar_type()), /*non_blocking=*/false, /*copy=*/true);
@@ -24,7 +24,8 @@ void sum_in_order(const at::Tensor& out, const std::vector<at::Tensor>& parts, c
   const at::Tensor added = bias.defined() ? bias.contiguous() : bias;
   library->check(library->reduce(out.data_ptr(), addresses.data(), static_cast<int32_t>(addresses.size()),
                                  out.numel(), library_dtype(out.scalar_type()),
-                                 added.defined() ? added.const_data_ptr() : nullptr, out.size(-1), stream));
+                                 added.defined() ? added.const_data_ptr() : nullptr, out.size(-1),
+                                 most_blocks, stream));
 }
 
 }  // namespace pyruntime

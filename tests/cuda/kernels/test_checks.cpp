@@ -135,16 +135,17 @@ TEST(puts_and_waits_are_refused_for_every_wrong_argument) {
 TEST(support_kernels_check_their_arguments) {
   float x[8] = {};
   const void* parts[1] = {x};
-  EXPECT_REFUSED(pyruntime_reduce(x, parts, 0, 8, PYRUNTIME_FP32, nullptr, 1, nullptr),
+  EXPECT_REFUSED(pyruntime_reduce(x, parts, 0, 8, PYRUNTIME_FP32, nullptr, 1, 0, nullptr),
                  "0 parts; there must be one at least.");
-  EXPECT_REFUSED(pyruntime_reduce(x, parts, 1, 8, 7, nullptr, 1, nullptr),
+  EXPECT_REFUSED(pyruntime_reduce(x, parts, 1, 8, 7, nullptr, 1, 0, nullptr),
                  "dtype=7; use 0 (bf16), 1 (fp16) or 2 (fp32).");
-  EXPECT_REFUSED(pyruntime_reduce(x, parts, 1, 8, PYRUNTIME_FP32, x, 0, nullptr), "width=0");
+  EXPECT_REFUSED(pyruntime_reduce(x, parts, 1, 8, PYRUNTIME_FP32, x, 0, 0, nullptr), "width=0");
   std::vector<float> values(400);
   std::vector<const void*> many;
   for (int p = 0; p < 80; ++p) many.push_back(&values[4 * p]);
   many[3] = many[60] = &values[399];
-  EXPECT_REFUSED(pyruntime_reduce(x, many.data(), 80, 1, PYRUNTIME_FP32, nullptr, 1, nullptr),
+  EXPECT_REFUSED(pyruntime_reduce(x, parts, 1, 8, PYRUNTIME_FP32, nullptr, 1, -1, nullptr), "most_blocks=-1");
+  EXPECT_REFUSED(pyruntime_reduce(x, many.data(), 80, 1, PYRUNTIME_FP32, nullptr, 1, 0, nullptr),
                  "80 parts, which may be 72 or must lie at equal distances, but for one.");
   PyruntimeAdamwOptions options{1e-3, 0.9, 0.99, 1e-8, 1};
   PyruntimeAdamwTensor tensor{x, x, nullptr, x, x, 8, 0.0, 0, 0};

@@ -8,7 +8,7 @@ using namespace kernels;
 
 // Bit for bit what the CPU path does: from 0 on, in the order of the parts, one rounding.
 template <class T>
-void reduces(int parts, int64_t count, bool with_bias, int64_t shift) {
+void reduces(int parts, int64_t count, bool with_bias, int64_t shift, int32_t most_blocks = 0) {
   std::vector<std::vector<T>> values;
   std::vector<const void*> pointers;
   for (int p = 0; p < parts; ++p) {
@@ -19,7 +19,7 @@ void reduces(int parts, int64_t count, bool with_bias, int64_t shift) {
   const std::vector<T> bias = random_values<T>(width, 99);
   std::vector<T> out = poison<T>(count + 1);
   EXPECT_OK(pyruntime_reduce(out.data(), pointers.data(), parts, count, dtype_of<T>(),
-                             with_bias ? bias.data() : nullptr, width, nullptr));
+                             with_bias ? bias.data() : nullptr, width, most_blocks, nullptr));
   for (int64_t i = 0; i < count; ++i) {
     float sum = 0;
     for (const auto& part : values) sum += to_float(part[i + shift]);
@@ -40,7 +40,7 @@ void reduces_spaced(int parts, int64_t count, int64_t distance, int other, bool 
   const std::vector<T> bias = random_values<T>(13, 99);
   std::vector<T> out = poison<T>(count + 1);
   EXPECT_OK(pyruntime_reduce(out.data(), pointers.data(), parts, count, dtype_of<T>(),
-                             with_bias ? bias.data() : nullptr, 13, nullptr));
+                             with_bias ? bias.data() : nullptr, 13, /*most_blocks=*/0, nullptr));
   for (int64_t i = 0; i < count; ++i) {
     float sum = 0;
     for (const void* part : pointers) sum += to_float(static_cast<const T*>(part)[i]);
@@ -64,6 +64,7 @@ TEST(sums_are_taken_in_the_order_of_the_parts) {
   reduces<float>(4, 2050, true, 0);
   reduces<Bf16>(1, 17, false, 0);
   reduces<float>(72, 5, false, 3);
+  reduces<Bf16>(8, 8191, true, 0, /*most_blocks=*/2);
 }
 
 struct AdamwState {
