@@ -20,6 +20,8 @@ from pyruntime.clock import device_build, machine_model, mirrors, programs, simu
 from pyruntime.clock.mirrors import ProgramPlace, mirrored
 from pyruntime.comm import group_name, group_rank
 from pyruntime.comm.ring import Ring
+from pyruntime.nn import RowParallelLinear
+from pyruntime.nn.sliced import SlicedRow
 from pyruntime.pipeline import make_schedule
 from pyruntime.pipeline.executor import Pipeline
 from pyruntime.plan.gemm_model import LARGE
@@ -42,9 +44,10 @@ def in_virtual_time(group, program: str) -> object:
 
 
 def of_four_ranks(group, program: str) -> object:
-    """A machine whose host takes no time, and whose only work are GEMMs of 4 seconds and transfers of 7,
-    which arrive 2 seconds later."""
+    """A machine whose host takes no time, and whose only work are GEMMs of 4 seconds, transfers of 7, which
+    arrive 2 seconds later, and sums beside GEMMs, of 3, which take a third of the multiprocessors."""
     seconds = {"gemm": 4.0, "put": 7.0, "store": 7.0, "latency inside a host": 2.0, "multiprocessors": 132.0}
+    seconds |= {"memory beside": 3.0, "multiprocessors of blocks": 44.0}
     core = mirrors.begin(lambda kind, sizes: seconds.get(kind, 0.0), 2**30)
     with mirrored({"tp": 4}) as runtime:
         run = globals()[program]
@@ -115,6 +118,16 @@ def values(core):
             read(torch.empty(8, device="sim"))
         refused.append(str(caught.value))
     return refused
+
+
+@torch.no_grad()
+def scatter_of_two_slices(group) -> None:
+    linear = RowParallelLinear(32, 16, group=group, bias=False, device="sim")
+    sliced = SlicedRow(linear, (8, 8))
+    for part in range(2):
+        sliced.begin(part, torch.empty(8, 8, device="sim"))
+    for part in range(2):
+        sliced.end(part)
 
 
 def fused_gather(group) -> None:
@@ -189,6 +202,15 @@ class TestPrograms:
         ]  # fmt: skip
         waits = [(begin, end) for begin, end, how, _ in found if how == step_account.WAIT]
         assert (waits[0][0], waits[-1][1]) == (16.0, 27.0)
+
+    def test_parts_of_slices_are_summed_beside_gemms(self, ranks):
+        # The first slice's parts leave from 4 on, the last one arrives at 27; the second one's at 48.
+        found = run(ranks, "scatter_of_two_slices", of_four_ranks)
+        assert [(begin, end, what) for begin, end, how, what in found if how == step_account.WORK] == [
+            (0.0, 4.0, "aten::mm"), (4.0, 5.0, "reduce"), (5.0, 9.0, "aten::mm"), (9.0, 10.0, "reduce")
+        ]  # fmt: skip
+        waits = [(begin, end) for begin, end, how, _ in found if how == step_account.WAIT]
+        assert waits == [(10.0, 30.0), (30.0, 51.0)]
 
     def test_a_fused_kernel_waits_for_rows_itself(self, ranks):
         # A quarter of its 4 seconds for each rank's rows.
