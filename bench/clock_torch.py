@@ -17,10 +17,10 @@ read them. train.activation_checkpointing selective keeps what torchtitan's per-
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,52 +40,22 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from bench.common import plain_llama
 from bench.common.plain_llama import FeedForward, PlainLlama, Shape
+from bench.common.virtual_steps import OneLaunch, program, touch
 from pyruntime.cli import train
 from pyruntime.cli.arguments import take_count, take_option
 from pyruntime.cli.simulate import command_of, keep
-from pyruntime.clock import device_build, mirrors
+from pyruntime.clock import device_build
 from pyruntime.clock.machine_model import Machine, find
-from pyruntime.clock.mirrors import ProgramPlace, mirrored
-from pyruntime.clock.sim_device import core
-from pyruntime.clock.simulated_step import Program, Simulated, axes_of_groups, named_places, words
-from pyruntime.clock.step_account import COMPUTING, Span, of_step
+from pyruntime.clock.simulated_step import Simulated, simulated, words
 from pyruntime.comm import Runtime
 from pyruntime.train.resolved import ResolvedRun, check
 
-STEPS = 4
-"""The third counts."""
 AXES = ("dp", "tp")
 KEPT = (
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 )
 """Operators whose results selective recomputation keeps, beside products."""
-
-
-def touch(name: str, *tensors: Tensor) -> None:
-    """Launches what reads or writes these tensors."""
-    core().touch(name, sum(each.numel() * each.element_size() for each in tensors))
-
-
-class OneLaunch(torch.autograd.Function):
-    """An elementwise function, as torch.compile makes it: one launch forward, which reads its inputs and
-    writes a result like the first, and one backward, which reads inputs and gradient, and writes a gradient
-    of each."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, *inputs: Tensor) -> Tensor:
-        result = torch.empty_like(inputs[0])
-        touch(name, *inputs, result)
-        ctx.name = name
-        ctx.save_for_backward(*inputs)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors  # a checkpoint gives them once
-        gradients = [torch.empty_like(each) for each in inputs]
-        touch(f"{ctx.name} backward", gradient, *inputs, *gradients)
-        return None, *gradients
 
 
 class Rope(torch.autograd.Function):
@@ -260,29 +230,19 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def simulate(run: ResolvedRun, machine: Machine, gpus: int) -> Simulated:
-    """Runs STEPS steps in this process. After `device_build.build`."""
-    began = time.monotonic()
-    memory = machine.cluster.memory_bytes - machine.cluster.process_bytes
-    clock = mirrors.begin(machine.seconds, memory)
-    axes = {name: size for name in AXES if (size := getattr(run.mesh, name)) > 1 or name == "tp"}
-    place = ProgramPlace({}, machine.cluster.gpus_per_node)
-    with mirrored(axes, place, machine.exchanged) as runtime, fused():
+    """Runs a step of the mesh in virtual time. After `device_build.build`."""
+
+    def prepare(runtime: Runtime) -> tuple[nn.Module, Callable[[], None]]:
         model = build(run, runtime)
         owned = [_own(each.detach()) for each in model.parameters()]
         optimizer = torch.optim.AdamW(owned, lr=1e-4, fused=True)
-        marks, spans = [0.0], list[Span]()
-        with named_places(clock, model):
-            clock.keep_spans(True)
-            for _ in range(STEPS):
-                step(model, optimizer, run, runtime)
-                marks.append(clock.host_time())
-                spans += [each for each in clock.take_spans() if each[0] == COMPUTING]
-        account = of_step(spans, *marks[2:4], axes_of_groups(runtime))
-        used = torch.accelerator.max_memory_allocated()
-    flops = run.flops_per_token * run.tokens_per_step
-    program = Program({}, account, used, 0, run.tokens_per_step, flops, None, frozenset(), ())
-    mfu = flops / account.step / (gpus * machine.cluster.peak_flops)
-    return Simulated(machine.name, gpus, (program,), mfu, memory - used, time.monotonic() - began)
+        return model, functools.partial(step, model, optimizer, run, runtime)
+
+    axes = {name: size for name in AXES if (size := getattr(run.mesh, name)) > 1 or name == "tp"}
+    tokens = run.tokens_per_step
+    sizes = {"tokens": tokens, "flops": run.flops_per_token * tokens}
+    with fused():
+        return simulated(functools.partial(program, machine, axes, prepare, **sizes), machine, axes, gpus)
 
 
 def main(argv: list[str]) -> int:

@@ -23,7 +23,7 @@ import itertools
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,6 @@ def simulate(config: RunConfig, machine: Machine, gpus: int, *, keeps_spans: boo
     program. After `device_build.build`. keeps_spans: whether the programs of the result have their spans.
     Raises ConfigError for what the trainer refuses, ValueError for a mesh that has no model or a step that
     does not fit in memory."""
-    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         config = _on_text(config, Path(folder), machine)
         validate.check(config, gpus)
@@ -153,7 +152,17 @@ def simulate(config: RunConfig, machine: Machine, gpus: int, *, keeps_spans: boo
         _check(mesh, config.parallel.tp_speeds)
         axes = {name: size for name in AXES if (size := getattr(mesh, name)) > 1 or name == "tp"}
         program = functools.partial(_program, config, machine, axes, mesh.ep, keeps_spans)
-        found = programs.run(program, mirrors.places(axes), machine.cluster.gpus_per_node)
+        return simulated(program, machine, axes, gpus)
+
+
+def simulated(
+    program: Callable[[ProgramPlace], Program], machine: Machine, axes: Mapping[str, int], gpus: int
+) -> Simulated:
+    """Runs `program` for each place of a mesh, and returns the step that they make together. Raises what
+    `programs.run` raises, and ValueError for a step that does not fit in memory."""
+    began = time.monotonic()
+    fitting = functools.partial(_fitting, program)
+    found = programs.run(fitting, mirrors.places(axes), machine.cluster.gpus_per_node)
     flops, step = found[0].flops, max(each.account.step for each in found)
     most = max(each.memory_bytes + each.workspace_bytes for each in found)
     return Simulated(
@@ -166,9 +175,9 @@ def simulate(config: RunConfig, machine: Machine, gpus: int, *, keeps_spans: boo
     )
 
 
-def _program(*arguments: Any) -> Program:
+def _fitting(program: Callable[[ProgramPlace], Program], place: ProgramPlace) -> Program:
     try:
-        return _simulated(*arguments)
+        return program(place)
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"The step does not fit in a GPU's memory, beside what a process needs: {error} Shard more "
@@ -177,7 +186,7 @@ def _program(*arguments: Any) -> Program:
         ) from None
 
 
-def _simulated(
+def _program(
     config: RunConfig,
     machine: Machine,
     axes: dict[str, int],
