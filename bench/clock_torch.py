@@ -12,6 +12,11 @@ NCCL takes from GEMMs; weights are bf16 without a copy in fp32, so AdamW moves l
 travel in bf16; norms' gradients are not summed over tensor-parallel ranks. With data-parallel ranks
 parallel.zero 3 frees weights after the forward pass, and lower stages keep them until the backward pass has
 read them. train.activation_checkpointing selective keeps what torchtitan's per-operator choice keeps.
+
+With stages, parallel.pp, torch.distributed.pipelining runs its own schedule of pipeline.kind, over stages of
+the same layers as ours; a process runs each rank's. Selective recomputation does not go with its zb-v: torch
+recomputes a block once more for the gradients of weights, and its context refuses a second time ("Trying to
+backward an extra time").
 """
 
 from __future__ import annotations
@@ -29,6 +34,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _PipelineSchedule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -50,7 +64,16 @@ from pyruntime.clock.simulated_step import Simulated, simulated, words
 from pyruntime.comm import Runtime
 from pyruntime.train.resolved import ResolvedRun, check
 
-AXES = ("dp", "tp")
+AXES = ("pp", "dp", "tp")
+SCHEDULES: dict[str, type[_PipelineSchedule]] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zb-v": ScheduleZBVZeroBubble,
+}
+"""Torch's, by pipeline.kind."""
+Group = dist.ProcessGroup | None
+"""The tensor-parallel ranks; None where there is one."""
 KEPT = (
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
@@ -77,7 +100,7 @@ class Loss(torch.autograd.Function):
     and one that reads and writes them; over the group, the largest logit, exponentials' sum, a label's."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, group: Group) -> Tensor:
         rows = torch.empty(len(logits), device=logits.device)
         touch("loss", logits, logits, rows)
         if group is not None:
@@ -117,8 +140,28 @@ def fused() -> Iterator[None]:
         yield
 
 
-def build(run: ResolvedRun, runtime: Runtime) -> PlainLlama:
-    """Returns the model, cut over the axes of the mesh; its weights have no values."""
+class Part(nn.Module):
+    """A stage's layers of a PlainLlama; the first has the embedding and takes ids [B, S], the last the head
+    and gives logits, and others take and give a tensor-parallel rank's rows [B, S / P, dim]."""
+
+    def __init__(self, whole: PlainLlama, layers: range) -> None:
+        super().__init__()
+        self.embedding = whole.embedding if layers.start == 0 else None
+        self.blocks = whole.blocks[layers.start : layers.stop]
+        is_last = layers.stop == len(whole.blocks)
+        self.norm, self.head = (whole.norm, whole.head) if is_last else (None, None)
+        self.register_buffer("cos", whole.cos, persistent=False)
+        self.register_buffer("sin", whole.sin, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x) if self.embedding is not None else x
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.head(self.norm(x)) if self.head is not None else x
+
+
+def build(run: ResolvedRun, runtime: Runtime) -> nn.ModuleDict:
+    """Returns this rank's stages by number, cut over the axes of the mesh; their weights have no values."""
     shape, train = run.shape, run.config.train
     assert train.micro_batch_size is not None
     sizes = Shape(
@@ -133,24 +176,31 @@ def build(run: ResolvedRun, runtime: Runtime) -> PlainLlama:
         run.micro_batches,
     )
     with torch.device("meta"), mock.patch.object(nn.init, "normal_"):
-        model = PlainLlama(sizes, torch.bfloat16)
-    for name, module in list(model.named_modules()):
+        whole = PlainLlama(sizes, torch.bfloat16)
+    for name, module in list(whole.named_modules()):
         if isinstance(module, nn.RMSNorm):
             parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, Norm(module.weight))
-    if run.mesh.tp > 1:
-        _cut_over_tp(model, runtime)
-    if run.mesh.dp > 1:
-        _cut_over_dp(model, runtime, frees=run.config.parallel.zero == 3)
-    model.to_empty(device="sim")
-    if train.activation_checkpointing != "none":
-        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        if train.activation_checkpointing == "selective":
-            options["context_fn"] = _keeps_every_second_product
-        for block in model.blocks:
-            forward = block.forward
-            block.forward = lambda *inputs, forward=forward: checkpoint(forward, *inputs, **options)
-    return model
+            setattr(whole.get_submodule(parent), own, Norm(module.weight))
+    own = [stage for stage, rank in enumerate(run.placement) if rank == runtime.pp.rank]
+    parts = {str(stage): Part(whole, run.layers[stage]) for stage in own}
+    for part in parts.values():
+        if run.mesh.tp > 1:
+            _cut_over_tp(part, runtime)
+        if run.mesh.dp > 1:
+            _cut_over_dp(part, runtime, frees=run.config.parallel.zero == 3)
+        part.to_empty(device="sim")
+        if train.activation_checkpointing != "none":
+            _recompute(part, train.activation_checkpointing == "selective")
+    return nn.ModuleDict(parts)
+
+
+def _recompute(part: Part, is_selective: bool) -> None:
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if is_selective:
+        options["context_fn"] = _keeps_every_second_product
+    for block in part.blocks:
+        forward = block.forward
+        block.forward = lambda *inputs, forward=forward: checkpoint(forward, *inputs, **options)
 
 
 def _keeps_every_second_product() -> tuple[Any, Any]:
@@ -169,12 +219,15 @@ def _keeps_every_second_product() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(keeps)
 
 
-def _cut_over_tp(model: PlainLlama, runtime: Runtime) -> None:
+def _cut_over_tp(part: Part, runtime: Runtime) -> None:
     mesh = runtime.mesh["tp"]
     rows, whole = Shard(1), Replicate()
     head = ColwiseParallel(input_layouts=rows, output_layouts=Shard(-1))
     embedding = RowwiseParallel(input_layouts=whole, output_layouts=rows)
-    parallelize_module(model, mesh, {"embedding": embedding, "head": head})
+    ends = {"embedding": embedding, "head": head}
+    parallelize_module(
+        part, mesh, {name: each for name, each in ends.items() if getattr(part, name) is not None}
+    )
     plan = {
         "attention": PrepareModuleInput(
             input_layouts=(rows, None, None), desired_input_layouts=(whole, None, None)
@@ -185,29 +238,94 @@ def _cut_over_tp(model: PlainLlama, runtime: Runtime) -> None:
         **dict.fromkeys(("ffn.gate", "ffn.up"), ColwiseParallel()),
         "ffn.down": RowwiseParallel(output_layouts=rows),
     }
-    for block in model.blocks:
+    for block in part.blocks:
         parallelize_module(block, mesh, plan)
 
 
-def _cut_over_dp(model: PlainLlama, runtime: Runtime, *, frees: bool) -> None:
+def _cut_over_dp(part: Part, runtime: Runtime, *, frees: bool) -> None:
     """As torchtitan: each block, the embedding, and norm and head together, which are not freed."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     options: dict[str, Any] = {"mesh": runtime.mesh["dp"], "mp_policy": policy}
-    fully_shard(model.embedding, reshard_after_forward=frees, **options)
-    for block in model.blocks:
+    if part.embedding is not None:
+        fully_shard(part.embedding, reshard_after_forward=frees, **options)
+    for block in part.blocks:
         fully_shard(block, reshard_after_forward=frees, **options)
-    fully_shard([model.norm, model.head], reshard_after_forward=False, **options)
-    fully_shard(model, **options)
+    if part.norm is not None and part.head is not None:
+        fully_shard([part.norm, part.head], reshard_after_forward=False, **options)
+    fully_shard(part, **options)
 
 
-def step(model: PlainLlama, optimizer: torch.optim.Optimizer, run: ResolvedRun, runtime: Runtime) -> None:
+class Accumulation:
+    """Micro-batches forward and backward, one after the other."""
+
+    def __init__(self, model: nn.ModuleDict, run: ResolvedRun, group: Group) -> None:
+        (self.part,) = model.values()
+        self.run, self.group = run, group
+
+    def __call__(self, ids: Tensor) -> None:
+        micro_batches = ids.split(self.run.config.train.micro_batch_size or 0)
+        for number, each in enumerate(micro_batches):
+            if self.run.mesh.dp > 1:
+                self.part.set_requires_gradient_sync(number == len(micro_batches) - 1)
+            Loss.apply(self.part(each).flatten(0, 1), self.group).backward()
+
+
+class Pipeline:
+    """Micro-batches through torch's schedule of that name; each rank runs its own stages."""
+
+    def __init__(self, model: nn.ModuleDict, run: ResolvedRun, runtime: Runtime, group: Group) -> None:
+        train, mesh, count = run.config.train, run.mesh, len(run.placement)
+        rows = (train.micro_batch_size or 0, train.seq_len // mesh.tp)
+        ids = torch.empty(rows[0], train.seq_len, dtype=torch.int64, device="meta")
+        hidden, logits = (
+            torch.empty(*sizes, device="meta", dtype=torch.bfloat16, requires_grad=True)
+            for sizes in (
+                (*rows, run.shape.hidden_size),
+                (rows[0], train.seq_len, run.shape.vocab_size // mesh.tp),
+            )
+        )
+        stages = [
+            PipelineStage(
+                part,
+                int(number),
+                count,
+                torch.device("sim", 0),
+                input_args=ids if int(number) == 0 else hidden,
+                output_args=logits if int(number) == count - 1 else hidden,
+                group=runtime.mesh["pp"].get_group(),
+            )
+            for number, part in model.items()
+        ]
+        kind = SCHEDULES[run.config.pipeline.kind]
+        of_kind: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+        self.schedule = kind(
+            of_kind,
+            run.micro_batches,
+            loss_fn=lambda logits, _: Loss.apply(logits.flatten(0, 1), group),
+            scale_grads=False,
+        )
+        own = [int(number) for number in model]
+        self.is_first, self.is_last = 0 in own, count - 1 in own
+
+    def __call__(self, ids: Tensor) -> None:
+        inputs = (ids,) if self.is_first else ()
+        with mock.patch.object(_PipelineSchedule, "_warmup_p2p", _shapes_are_known):
+            self.schedule.step(*inputs, target=ids if self.is_last else None, return_outputs=False)
+
+
+def _shapes_are_known(_: object, stages: list[PipelineStage], *__: object) -> None:
+    """What the stages would tell each other before the first step: in virtual time numbers have no values."""
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC
+
+
+def step(
+    model: nn.ModuleDict, passes: Callable[[Tensor], None], optimizer: torch.optim.Optimizer, run: ResolvedRun
+) -> None:
     """Micro-batches forward and backward, clipping, AdamW; ends when the device has done it."""
-    train, tp = run.config.train, runtime.mesh["tp"].get_group() if run.mesh.tp > 1 else None
-    ids = torch.empty(train.micro_batch_size or 0, train.seq_len, dtype=torch.int64, device="sim")
-    for number in range(run.micro_batches):
-        if run.mesh.dp > 1:
-            model.set_requires_gradient_sync(number == run.micro_batches - 1)
-        Loss.apply(model(ids).flatten(0, 1), tp).backward()
+    train = run.config.train
+    sequences = run.micro_batches * (train.micro_batch_size or 0)
+    passes(torch.empty(sequences, train.seq_len, dtype=torch.int64, device="sim"))
     (group,) = optimizer.param_groups
     for weight, each in zip(group["params"], model.parameters(), strict=True):
         assert each.grad is not None
@@ -233,10 +351,13 @@ def simulate(run: ResolvedRun, machine: Machine, gpus: int) -> Simulated:
     """Runs a step of the mesh in virtual time. After `device_build.build`."""
 
     def prepare(runtime: Runtime) -> tuple[nn.Module, Callable[[], None]]:
-        model = build(run, runtime)
+        model, group = build(run, runtime), runtime.mesh["tp"].get_group() if run.mesh.tp > 1 else None
+        passes: Callable[[Tensor], None] = (
+            Pipeline(model, run, runtime, group) if run.mesh.pp > 1 else Accumulation(model, run, group)
+        )
         owned = [_own(each.detach()) for each in model.parameters()]
         optimizer = torch.optim.AdamW(owned, lr=1e-4, fused=True)
-        return model, functools.partial(step, model, optimizer, run, runtime)
+        return model, functools.partial(step, model, passes, optimizer, run)
 
     axes = {name: size for name in AXES if (size := getattr(run.mesh, name)) > 1 or name == "tp"}
     tokens = run.tokens_per_step
@@ -255,7 +376,9 @@ def main(argv: list[str]) -> int:
         config, name = train.read(of_run, gpus, "simulate", __doc__ or "", others=("gpus", "machine", "json"))
         run = check(config, gpus)
         if run.mesh.ranks != math.prod(getattr(run.mesh, each) for each in AXES):
-            raise ValueError(f"only {' and '.join(AXES)} are cut here; found {run.mesh}.")
+            raise ValueError(f"only {', '.join(AXES)} are cut here; found {run.mesh}.")
+        if run.mesh.pp > 1 and run.config.pipeline.kind not in SCHEDULES:
+            raise ValueError(f"torch has no schedule {run.config.pipeline.kind}; use {', '.join(SCHEDULES)}.")
         device_build.build()
         found = simulate(run, find(machine or "h100"), gpus)
         if kept:

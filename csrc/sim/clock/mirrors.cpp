@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <sys/mman.h>
@@ -264,26 +265,98 @@ void MirrorStore::wait(const std::vector<std::string>& keys, const std::chrono::
 
 // ------------------------------------------------------------------------------------------------ the group
 
-// A message between two ranks of two programs. Its moments are known once both ends have come to it, which is
-// asked when somebody waits.
-class PairMessage : public c10d::Work {
+namespace {
+
+constexpr const char* kSameOrder = "Two ranks must send and receive in the same order.";
+
+}  // namespace
+
+int64_t MessageLine::add(double ready, const std::vector<Message>& messages) {
+  Batch added{ready, {}};
+  std::vector<double> said{ready};
+  for (const Message& each : messages) {
+    const int64_t number = numbers_[{each.from, each.to}]++;
+    added.messages.emplace_back(each, number);
+    const std::string name = key(each, number, each.from == own_);
+    Programs::instance().say(name, {static_cast<double>(added_)});
+    batch_of_[name] = added_;
+    said.insert(said.end(), {static_cast<double>(each.from), static_cast<double>(each.to), each.seconds,
+                             static_cast<double>(number)});
+  }
+  Programs::instance().say(name_ + "/batch/" + std::to_string(added_), said);
+  batches_[{own_, added_}] = std::move(added);
+  return added_++;
+}
+
+std::string MessageLine::key(const Message& one, int64_t number, bool sends) const {
+  return name_ + "/message/" + std::to_string(one.from) + "/" + std::to_string(one.to) + "/" +
+         std::to_string(number) + (sends ? "/send" : "/receive");
+}
+
+const MessageLine::Batch& MessageLine::batch(int rank, int64_t number) {
+  const auto found = batches_.find({rank, number});
+  if (found != batches_.end()) return found->second;
+  const std::vector<double> said = Programs::instance().hear(name_ + "/batch/" + std::to_string(number),
+                                                             Programs::instance().of_rank(rank));
+  Batch heard{said.at(0), {}};
+  for (size_t i = 1; i < said.size(); i += 4) {
+    heard.messages.emplace_back(
+        Message{static_cast<int>(said.at(i)), static_cast<int>(said.at(i + 1)), said.at(i + 2)},
+        static_cast<int64_t>(said.at(i + 3)));
+  }
+  return batches_[{rank, number}] = std::move(heard);
+}
+
+int64_t MessageLine::batch_with(const Message& one, int64_t number, bool sends) {
+  const int rank = sends ? one.from : one.to;
+  const std::string name = key(one, number, sends);
+  const auto found = batch_of_.find(name);
+  if (found != batch_of_.end()) return found->second;
+  TORCH_CHECK(rank != own_, "Messages of ", name_, " wait for each other: rank ", own_,
+              " has not asked for '", name, "', for which another waits first. ", kSameOrder);
+  const double heard = Programs::instance().hear(name, Programs::instance().of_rank(rank)).at(0);
+  return batch_of_[name] = static_cast<int64_t>(heard);
+}
+
+double MessageLine::begin(int rank, int64_t number) {
+  const double ready = batch(rank, number).ready;
+  return number == 0 ? ready : std::max(ready, moments(rank, number - 1).ended);
+}
+
+MessageLine::Moments MessageLine::moments(int rank, int64_t number) {
+  const std::pair<int, int64_t> which{rank, number};
+  if (const auto found = known_.find(which); found != known_.end()) return found->second;
+  TORCH_CHECK(asked_.insert(which).second, "Messages of ", name_, " wait for each other: call ", number,
+              " of rank ", rank, " comes before what it waits for. ", kSameOrder);
+  const double own = begin(rank, number);
+  Moments all{own, own};
+  for (const auto& [message, of_ends] : batch(rank, number).messages) {
+    const bool sends = message.from == rank;
+    const int64_t theirs = batch_with(message, of_ends, !sends);
+    const double begun = std::max(own, begin(sends ? message.to : message.from, theirs));
+    all = {std::max(all.begun, begun), std::max(all.ended, begun + message.seconds)};
+  }
+  asked_.erase(which);
+  return known_[which] = all;
+}
+
+// A batch of messages between programs, whose moments are asked when somebody waits.
+class MessageWork : public c10d::Work {
  public:
-  PairMessage(MirrorGroup& group, bool sends, int64_t number, double seconds, int device, double ready)
-      : Work(group.getRank(), sends ? c10d::OpType::SEND : c10d::OpType::RECV),
-        group_(group),
-        sends_(sends),
+  MessageWork(int rank, std::string group, MessageLine& line, int64_t number, int device)
+      : Work(rank, c10d::OpType::COALESCED),
+        group_(std::move(group)),
+        line_(line),
         number_(number),
-        seconds_(seconds),
-        device_(device),
-        ready_(ready) {}
+        device_(device) {}
 
   bool isCompleted() override { return true; }
   bool isSuccess() const override { return true; }
   void synchronize() override {
-    group_.end_until(number_);
+    const MessageLine::Moments moments = line_.of(number_);
     Timeline& waiting = current_queue(device_).timeline();
-    waiting.until(begun_, kWorkOfAnother + group_.name_);
-    waiting.until(ended_, "rows of " + group_.name_, /*is_asked=*/false);
+    waiting.until(moments.begun, kWorkOfAnother + group_);
+    waiting.until(moments.ended, "rows of " + group_, /*is_asked=*/false);
   }
   bool wait(std::chrono::milliseconds) override {
     synchronize();
@@ -291,39 +364,38 @@ class PairMessage : public c10d::Work {
   }
   std::vector<at::Tensor> result() override { return {}; }
 
-  int64_t number() const { return number_; }
-  // After all messages before it.
-  void end() {
-    const std::string key =
-        group_.name_ + "/message/" + std::to_string(number_) + (sends_ ? "/receive" : "/send");
-    const int other = Programs::instance().of_rank(group_.job_ranks_.at(1 - group_.getRank()));
-    begun_ = std::max({ready_, Programs::instance().hear(key, other).at(0), group_.pair_free_});
-    group_.pair_free_ = ended_ = begun_ + seconds_;
-  }
-
  private:
-  MirrorGroup& group_;  // which lives to the end of the process
-  const bool sends_;
+  const std::string group_;
+  MessageLine& line_;  // whose group lives to the end of the process
   const int64_t number_;
-  const double seconds_;
   const int device_;
-  const double ready_;
-  double begun_ = 0, ended_ = 0;
 };
+
+namespace {
+
+bool are_all_of_different_programs(const std::vector<int>& job_ranks) {
+  std::set<int> programs;
+  for (const int rank : job_ranks) programs.insert(Programs::instance().of_rank(rank));
+  return programs.size() == job_ranks.size();
+}
+
+}  // namespace
 
 MirrorGroup::MirrorGroup(std::string name, int rank, std::vector<int> job_ranks)
     : Backend(rank, static_cast<int>(job_ranks.size())),
       name_(std::move(name)),
       job_ranks_(std::move(job_ranks)),
-      has_others_(Programs::instance().are_several(job_ranks_)) {}
+      has_others_(Programs::instance().are_several(job_ranks_)),
+      all_differ_(has_others_ && are_all_of_different_programs(job_ranks_)) {}
 
 MirrorGroup::~MirrorGroup() = default;
 
-Queue& MirrorGroup::after_current(int device) {
+Queue& MirrorGroup::after_current(int device, int peer) {
   const Lock lock(mutex_);
-  const auto found = streams_.find(device);
-  Queue& on = queue(found == streams_.end() ? streams_.emplace(device, own_stream(device)).first->second
-                                            : found->second);
+  const std::pair<int, int> of{device, peer};
+  const auto found = streams_.find(of);
+  Queue& on =
+      queue(found == streams_.end() ? streams_.emplace(of, own_stream(device)).first->second : found->second);
   Event before;
   before.record(current_queue(device));
   before.block(on, /*may_drop=*/false);
@@ -388,30 +460,21 @@ c10::intrusive_ptr<c10d::Work> MirrorGroup::recv(std::vector<at::Tensor>& tensor
   return add({false, peer, static_cast<int64_t>(one.nbytes()), one.device().index()});
 }
 
+double MirrorGroup::seconds_of(const Message& message, const char* what) const {
+  const std::string link = crosses_hosts(message.peer) ? " between hosts" : " inside a host";
+  const std::vector<int64_t> sizes =
+      *what == 'm' ? std::vector<int64_t>{message.bytes} : std::vector<int64_t>{};
+  return Clock::instance().seconds({what + link, sizes});
+}
+
 c10::intrusive_ptr<c10d::Work> MirrorGroup::exchange(const std::vector<Message>& messages) {
   if (messages.empty()) {
     return c10::make_intrusive<Done>(getRank(), c10d::OpType::COALESCED, 0, std::nullopt);
   }
+  if (all_differ_) return between_programs(messages);
   const int device = messages.front().device;
   Queue& on = after_current(device);
   on.enqueue({"messages of " + name_, [] {}, {"signal", {}}});
-  const auto seconds_of = [&](const Message& each, const char* what) {
-    const std::string link = crosses_hosts(each.peer) ? " between hosts" : " inside a host";
-    const std::vector<int64_t> sizes =
-        *what == 'm' ? std::vector<int64_t>{each.bytes} : std::vector<int64_t>{};
-    return Clock::instance().seconds({what + link, sizes});
-  };
-  if (has_others_ && getSize() == 2 && messages.size() == 1) {
-    const Message& one = messages.front();
-    const double ready = on.timeline().done();
-    const std::string key =
-        name_ + "/message/" + std::to_string(pair_messages_) + (one.sends ? "/send" : "/receive");
-    Programs::instance().say(key, {ready});
-    under_way_.push_back(c10::make_intrusive<PairMessage>(
-        *this, one.sends, pair_messages_++, seconds_of(one, "message") + seconds_of(one, "latency"), device,
-        ready));
-    return under_way_.back();
-  }
   meet(on);
   double arrived = on.timeline().done();
   for (const Message& each : messages) {
@@ -431,11 +494,23 @@ c10::intrusive_ptr<c10d::Work> MirrorGroup::exchange(const std::vector<Message>&
   return c10::make_intrusive<Done>(getRank(), c10d::OpType::COALESCED, device, ended);
 }
 
-void MirrorGroup::end_until(int64_t number) {
-  while (!under_way_.empty() && under_way_.front()->number() <= number) {
-    under_way_.front()->end();
-    under_way_.erase(under_way_.begin());
+c10::intrusive_ptr<c10d::Work> MirrorGroup::between_programs(const std::vector<Message>& messages) {
+  const int device = messages.front().device, own = job_ranks_.at(getRank());
+  const int peer = messages.size() == 1 ? messages.front().peer : -1;
+  Queue& on = after_current(device, peer);
+  on.enqueue({"messages of " + name_, [] {}, {"signal", {}}});
+  std::vector<MessageLine::Message> of_line;
+  for (const Message& each : messages) {
+    const int other = job_ranks_.at(each.peer);
+    of_line.push_back({each.sends ? own : other, each.sends ? other : own,
+                       seconds_of(each, "message") + seconds_of(each, "latency")});
   }
+  const std::string ends = peer < 0 ? ""
+                                    : "/" + std::to_string(std::min(peer, getRank())) + ":" +
+                                          std::to_string(std::max(peer, getRank()));
+  MessageLine& line = lines_.try_emplace(peer, name_ + ends, own).first->second;
+  const int64_t number = line.add(on.timeline().done(), of_line);
+  return c10::make_intrusive<MessageWork>(getRank(), name_, line, number, device);
 }
 
 void meet_on_host(const std::string& group, double seconds) {

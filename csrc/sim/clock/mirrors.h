@@ -10,7 +10,9 @@
 
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "sim/streams.h"
@@ -45,12 +47,54 @@ class MirrorStore : public c10d::Store {
   std::map<std::string, std::string> alike_;  // the key, by itself without one of its numbers
 };
 
-class PairMessage;
+// Messages between ranks that all are of different programs, on a stream of each. What a rank asks for in one
+// call is a batch; batches of a stream come one after the other. A message leaves when the batches of both
+// its ends have begun, and a batch ends with its last message. Programs say their batches when they ask for
+// them, and work out moments when somebody waits: nobody waits for another's host before.
+class MessageLine {
+ public:
+  struct Message {
+    int from, to;  // ranks of the job
+    double seconds;
+  };
+  struct Moments {
+    double begun = 0, ended = 0;  // when all messages have left, and have arrived
+  };
+
+  MessageLine(std::string name, int own) : name_(std::move(name)), own_(own) {}
+
+  // The stream comes to a batch at `ready`, if it has ended those before. Returns the batch's number.
+  int64_t add(double ready, const std::vector<Message>& messages);
+  Moments of(int64_t number) { return moments(own_, number); }
+
+ private:
+  struct Batch {
+    double ready;
+    std::vector<std::pair<Message, int64_t>> messages;  // with their numbers among those of the same ends
+  };
+
+  std::string key(const Message& one, int64_t number, bool sends) const;
+  const Batch& batch(int rank, int64_t number);
+  // The number of the batch in which that message is sent, or received.
+  int64_t batch_with(const Message& one, int64_t number, bool sends);
+  double begin(int rank, int64_t number);
+  // Raises RuntimeError for batches that wait for each other.
+  Moments moments(int rank, int64_t number);
+
+  const std::string name_;
+  const int own_;
+  int64_t added_ = 0;
+  std::map<std::pair<int, int>, int64_t> numbers_;  // of messages so far, by (from, to)
+  std::map<std::string, int64_t> batch_of_;         // by key
+  std::map<std::pair<int, int64_t>, Batch> batches_;
+  std::map<std::pair<int, int64_t>, Moments> known_;
+  std::set<std::pair<int, int64_t>> asked_;  // which are being worked out
+};
 
 // Tensors of the host are given at once; on a device a collective takes time on the group's own stream, as
 // NCCL's do. What is sent in one call leaves at once, by the links of a host or those between hosts, and all
-// ranks begin together. Two ranks of two programs are a pair: a message leaves when both ends have come to
-// it.
+// ranks begin together. Where every rank is of a program of its own, a message waits for its two ends only,
+// and a single one has a stream for its peer, as NCCL's has.
 class MirrorGroup : public c10d::Backend {
  public:
   // `job_ranks`: the group's, by rank in it.
@@ -87,8 +131,6 @@ class MirrorGroup : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override;
 
  private:
-  friend class PairMessage;
-
   struct Message {
     bool sends;
     int peer;
@@ -100,23 +142,22 @@ class MirrorGroup : public c10d::Backend {
                                      bool is_async, const std::function<void()>& on_host);
   c10::intrusive_ptr<c10d::Work> add(Message message);
   c10::intrusive_ptr<c10d::Work> exchange(const std::vector<Message>& messages);
-  // The group's own stream, after what the caller's has so far.
-  Queue& after_current(int device);
+  c10::intrusive_ptr<c10d::Work> between_programs(const std::vector<Message>& messages);
+  // The group's own stream, or that for a peer, after what the caller's has so far.
+  Queue& after_current(int device, int peer = -1);
   void meet(Queue& on);
-  // Asks for the moments of a pair's messages up to that number.
-  void end_until(int64_t number);
+  double seconds_of(const Message& message, const char* what) const;
   bool crosses_hosts(int peer) const;
 
   const std::string name_;
   const std::vector<int> job_ranks_;
   const bool has_others_;  // programs
+  const bool all_differ_;  // every rank is of a program of its own
   std::mutex mutex_;
-  std::map<int, c10::Stream> streams_;  // by device
+  std::map<std::pair<int, int>, c10::Stream> streams_;  // by device and peer, -1 for the group's own
   bool is_grouping_ = false;
   std::vector<Message> messages_;
-  int64_t pair_messages_ = 0;
-  double pair_free_ = 0;  // when the last message of a pair has ended
-  std::vector<c10::intrusive_ptr<PairMessage>> under_way_;
+  std::map<int, MessageLine> lines_;  // by peer, -1 for batches
 };
 
 // Comes to the next meeting of all ranks of a group, with this host and its current stream, which takes so
