@@ -72,11 +72,11 @@ def counters(runtime: Runtime) -> list[int]:
 
 def step_of(runtime: Runtime, config: LlamaConfig, seq: int) -> tuple[Callable[[], None], Callable[[], None]]:
     """Returns a step of a model of that shape, and a function that ends it."""
-    model = Llama(config, runtime.tp_grid)
+    model = Llama(config, runtime.tp_grid, device=runtime.device)
     handle = pyruntime.shard(model, runtime.dp, stage=3, bucket_bytes=64 << 10)
     optimizer = handle.adamw(max_norm=1.0)
     torch.manual_seed(runtime.coordinate.dp)
-    ids = torch.randint(config.vocab_size, (1, seq))
+    ids = torch.randint(config.vocab_size, (1, seq)).to(runtime.device)
 
     def step() -> None:
         model(ids, ids).backward()

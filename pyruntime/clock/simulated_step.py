@@ -10,8 +10,8 @@ each other, because they share memory or L2 with copies or run side by side on t
 a host may be ahead; memory that the allocator loses between blocks; a host's own pauses. The table's numbers
 are published, derived or estimated, and none is measured here. Each GPU has an adapter of its own to other
 hosts; messages between stages, or around a ring, do not share it with other traffic, and switches never
-block. Experts get equal shares of the rows. Grids, replicas, multicast, rings and tensor-parallel ranks of
-unequal speed have no model yet and are refused.
+block. Experts get equal shares of the rows. Replicas, multicast, rings and tensor-parallel ranks of unequal
+speed have no model yet and are refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from pyruntime.train.signals import StopRequest
 STEPS = 4
 """The first finds out in which order gradients and weights travel, and makes workspaces; the second begins
 with weights that the first has not sent ahead. The third counts; the fourth's calls show how it ended."""
-AXES = ("pp", "dp", "cp", "tp")
+AXES = ("pp", "dp", "cp", "tp", "tp_y")
 """Those that have a model, in the order of Runtime.start."""
 SEQUENCES = 64
 """Sequences of text; steps read them again and again."""

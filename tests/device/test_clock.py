@@ -403,6 +403,14 @@ def test_a_step_of_the_trainer_closes_and_is_the_same_in_every_run(ranks):
 
 
 @pytest.mark.usefixtures("simulated")
+def test_a_second_axis_of_tensor_parallelism_is_waited_for(ranks):
+    rows = "--model.hidden_size=1024 --model.intermediate_size=4096 --train.seq_len=1024 --train.dtype=bf16"
+    flags = [each for flag in rows.split() for each in flag.split("=")]
+    found = step_of(ranks, "--parallel.tp", "{x=1,y=4}", *flags, gpus=4)
+    assert step_account.by(found.account.exposed_waits, 0).keys() == {"tp_y"}
+
+
+@pytest.mark.usefixtures("simulated")
 def test_a_step_of_zero_3_waits_for_another_stream_or_not_at_all(ranks):
     found = step_of(ranks, "--parallel.tp", "1", "--parallel.dp", "2", "--parallel.zero", "3")
     assert step_account.by(found.account.waits, 0).keys() <= {step_account.OTHER_STREAM, "dp"}
@@ -412,8 +420,9 @@ def test_a_step_of_zero_3_waits_for_another_stream_or_not_at_all(ranks):
 
 @pytest.mark.usefixtures("simulated")
 def test_meshes_without_a_model_are_refused(ranks):
-    grid = "--parallel.tp", "{x=2,y=2}"
-    assert "tp_y=2 has no model in virtual time" in refused_step(ranks, *grid, gpus=4)
+    replicas = "--parallel.tp", "1", "--parallel.dp", "4", "--parallel.dp_replicate", "2"
+    rows = "--train.batch_size", "8"
+    assert "dp_replicate=2 has no model in virtual time" in refused_step(ranks, *replicas, *rows, gpus=4)
     by_speed = "--parallel.tp", "2", "--parallel.tp_speeds", "1", "0.5"
     assert "in virtual time tensor-parallel ranks do the same" in refused_step(ranks, *by_speed, gpus=2)
     assert "parallel.tp=1" in refused_step(ranks, "--parallel.tp", "1", gpus=2)
