@@ -42,6 +42,7 @@ def layers(tokens: int, rows: int, vocab: int = VOCAB, device: str = "cuda") -> 
     tables = 8 * tokens * HEAD_DIM
     hidden, residual, dy_hidden = (bf16(tokens, HEADS * HEAD_DIM) for _ in range(3))
     weight, rstd = bf16(HEADS * HEAD_DIM), torch.rand(tokens, device=device)
+    gating = (1.0, float("inf"), 0.0, False)  # SwiGLU's
     calls: dict[str, tuple[Any, tuple[Any, ...], float]] = {
         "rms_norm": (ops.add_rms_norm, (hidden, residual, weight, 1e-5), 8.0 * hidden.numel()),
         "rms_norm backward": (
@@ -51,6 +52,12 @@ def layers(tokens: int, rows: int, vocab: int = VOCAB, device: str = "cuda") -> 
         ),
         "swiglu": (ops.swiglu, (gate_up,), 6.0 * dy.numel()),
         "swiglu backward": (ops.swiglu_backward, (dy, gate_up), 10.0 * dy.numel()),
+        "weighted_gating": (ops.weighted_gating, (gate_up, rstd, *gating), 6.0 * dy.numel()),
+        "weighted_gating backward": (
+            ops.weighted_gating_backward_,
+            (dy, gate_up, rstd, *gating, torch.empty_like(gate_up), torch.empty_like(dy), torch.empty_like(rstd)),
+            12.0 * dy.numel(),
+        ),
         "rope in place": (
             ops.rotate_qkv_,
             (qkv, cos, sin, *sizes),

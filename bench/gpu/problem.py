@@ -39,7 +39,8 @@ PARTS: dict[str, float] = {
 UNMEASURED = ("load", "smoke-portable", "smoke-hopper")
 """Parts that measure nothing, and run only on request."""
 AT_BANDWIDTH = tuple(
-    f"pyruntime {name}" for name in ("adamw", "reduce", "rms_norm", "swiglu", "rope", "cross-entropy")
+    f"pyruntime {name}"
+    for name in ("adamw", "reduce", "rms_norm", "swiglu", "weighted_gating", "rope", "cross-entropy")
 )
 """Name prefixes of the support kernels that should move memory as fast as a copy."""
 AIMS = {"hopper": 0.95, "portable": 0.6, "overlap": 1.05, "bandwidth": 0.85, "training": 0.45}

@@ -307,6 +307,25 @@ typedef struct {
 PYRUNTIME_API int pyruntime_swiglu(const PyruntimeSwiglu* swiglu, void* stream);
 PYRUNTIME_API int pyruntime_swiglu_backward(const PyruntimeSwiglu* swiglu, void* stream);
 
+/* What an expert makes of gate and up, times the weight p of each row: y = p * u * g * sigmoid(alpha * g),
+   where g is gate up to `limit`, and u is shift + up within [-limit, limit]; all contiguous. The backward
+   writes y once more. The sums over a row's features have a fixed order. */
+typedef struct {
+  int32_t dtype;
+  int32_t interleaved; /* a row of gate_up has 0: all of gate first; 1: gate and up in turns */
+  int64_t rows, features;
+  const void* gate_up;       /* [rows, 2 features] */
+  const float* weights;      /* [rows]; p */
+  void* y;                   /* [rows, features] */
+  const void* grad;          /* [rows, features]; of y; backward only, as what is below */
+  void* dgate_up;            /* [rows, 2 features] */
+  float* dweights;           /* [rows] */
+  float alpha, limit, shift; /* SwiGLU: 1, infinity, 0 */
+} PyruntimeGating;
+
+PYRUNTIME_API int pyruntime_weighted_gating(const PyruntimeGating* gating, void* stream);
+PYRUNTIME_API int pyruntime_weighted_gating_backward(const PyruntimeGating* gating, void* stream);
+
 /* The address of the heads of q, k or v; strides in elements, the elements of a head contiguous. */
 typedef struct {
   void* data;

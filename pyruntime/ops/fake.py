@@ -19,6 +19,7 @@ for _writes_in_place in (
     "cross_entropy_backward_",
     "device_adamw_",
     "rotate_qkv_",
+    "weighted_gating_backward_",
 ):
     torch.library.register_fake(f"pyruntime::{_writes_in_place}", lambda *_, **__: None)
 

@@ -265,6 +265,11 @@ def _(grad, gate_up):
     return gate_up.new_empty(gate_up.shape)
 
 
+@torch.library.register_fake("pyruntime::weighted_gating")
+def _(gate_up, *_):
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
 @torch.library.register_fake("pyruntime::apply_rope_qkv")
 def _(qkv, cos, sin, batch, seq, num_heads, num_kv_heads, overwrite_qkv=False):
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)

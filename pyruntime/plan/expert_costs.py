@@ -19,9 +19,8 @@ from pyruntime.plan.models import ModelShape
 
 SCORE, ELEMENT, ROUTE, INDEX = 4, 2, 6, 8
 """Bytes of a score, of an element of a row, of a route that the host reads, of a number that it writes."""
-GATING, GATING_BACKWARD = (58, 7), (176, 21)
-"""Bytes read and written for an element of an expert's width, and launches: fp32 operations of torch, one
-after the other (csrc/cpu/layers/expert_kernels.cpp)."""
+GATING, GATING_BACKWARD = (3 * ELEMENT, 1), (6 * ELEMENT, 1)
+"""Bytes read and written for an element of an expert's width, and launches (csrc/cuda/portable/layers)."""
 ROUTER, ROUTER_BACKWARD = (64, 53), (48, 24)
 """Bytes read and written for a score, and launches, of a router with its losses."""
 SLOT = 12, 2

@@ -14,6 +14,7 @@ from pyruntime.llama import Llama
 UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 DEVICE_LAYERS = {"swiglu", "swiglu_backward", "apply_rope_qkv", "rotate_qkv_", "apply_rope_qkv_backward"}
 DEVICE_LAYERS |= {"rms_norm", "add_rms_norm", "rms_norm_backward"}
+DEVICE_LAYERS |= {"weighted_gating", "weighted_gating_backward_"}
 DEVICE_LAYERS |= {"cross_entropy_stats", "cross_entropy_backward", "cross_entropy_backward_"}
 """Ops with kernels of csrc/cuda/portable (csrc/ops/device/device_layers.cpp)."""
 
@@ -50,7 +51,8 @@ def check_training_step(make: Callable[[], Llama], device: str) -> None:
     with OnDevice() as seen:
         loss = mine(ids.to(device), labels.to(device))
         loss.backward()
-    assert seen.ours == DEVICE_LAYERS - {"apply_rope_qkv", "cross_entropy_backward"}
+    of_others = {"apply_rope_qkv", "cross_entropy_backward", "weighted_gating", "weighted_gating_backward_"}
+    assert seen.ours == DEVICE_LAYERS - of_others
     low = mine.head.weight.dtype != torch.float32
     torch.testing.assert_close(loss.cpu(), expected, rtol=2e-3 if low else 1e-5, atol=0)
     for (name, found), wanted in zip(mine.named_parameters(), theirs.parameters(), strict=True):

@@ -11,7 +11,7 @@ from pyruntime.llama import Llama
 from pyruntime.llama.presets import preset
 from tests.cuda import build
 from tests.cuda.cases import DEVICE_LAYERS, OnDevice, check_training_step, on_device
-from tests.ops import test_cross_entropy, test_rms_norm, test_rope, test_swiglu
+from tests.ops import test_cross_entropy, test_rms_norm, test_rope, test_swiglu, test_weighted_gating
 from tests.ops.cases import EPS, composite, randn, rotary_tables
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -67,6 +67,13 @@ def test_swiglu_takes_any_leading_dimensions_and_strides(dtype):
         grad = randn(*gate_up.shape[:-1], 16, dtype=dtype)[..., ::2]
         found = on_device(ops.swiglu_backward, grad, gate_up)
         assert torch.equal(found, on_device(ops.swiglu_backward, grad.contiguous(), gate_up.contiguous()))
+
+
+@pytest.mark.parametrize("dtype", [*LOW, torch.float32])
+@pytest.mark.parametrize("form", test_weighted_gating.FORMS)
+def test_gating_of_experts_and_its_gradients_match_float64(dtype, form):
+    for rows, width in test_weighted_gating.SIZES:
+        test_weighted_gating.check_gating(on_device, dtype, rows, width, test_weighted_gating.FORMS[form])
 
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])

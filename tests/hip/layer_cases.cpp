@@ -1,4 +1,4 @@
-// Sums in rank order, AdamW, RMSNorm, SwiGLU, rotary embedding and cross-entropy, each against fp64.
+// Sums in rank order, AdamW, RMSNorm, SwiGLU, experts' gating, rotary embedding and cross-entropy, each against fp64.
 #include "layer_cases.h"
 
 #include <array>
@@ -348,6 +348,74 @@ void swiglu(Rank& rank, int64_t rows, int64_t features, int64_t gap, int64_t shi
   on_gate_up.read();
 }
 
+// ---- gating of experts; matrices `shift` elements behind an aligned address ----
+
+template <class T>
+void weighted_gating(Rank& rank, int64_t rows, int64_t features, bool interleaved, float alpha, float limit,
+                     float plus, int64_t shift) {
+  std::vector<T> gate_up = random_values<T>(rows * 2 * features, 1);
+  for (size_t i = 0; i < gate_up.size(); i += 7)  // beyond the limits, and where the sigmoid is 0 or 1
+    gate_up[i] = rounded<T>(static_cast<float>(value(gate_up[i])) * 40);
+  const std::vector<T> grad = random_values<T>(rows * features, 2);
+  const std::vector<float> p = random_values<float>(rows, 3);
+  const Buffer<T> on_gate_up(gate_up, shift), on_grad(grad, shift), y(rows * features, shift),
+      again(rows * features, shift), dgate_up(rows * 2 * features, shift);
+  const Buffer<float> on_p(p, 0), dp(rows);
+  PyruntimeGating operands{};
+  operands.dtype = dtype_of<T>();
+  operands.interleaved = interleaved ? 1 : 0;
+  operands.rows = rows;
+  operands.features = features;
+  operands.gate_up = on_gate_up.data();
+  operands.weights = on_p.data();
+  operands.y = y.data();
+  operands.alpha = alpha;
+  operands.limit = limit;
+  operands.shift = plus;
+  ok(pyruntime_weighted_gating(&operands, rank.stream()));
+  operands.y = again.data();
+  operands.grad = on_grad.data();
+  operands.dgate_up = dgate_up.data();
+  operands.dweights = dp.data();
+  ok(pyruntime_weighted_gating_backward(&operands, rank.stream()));
+  wait(rank);
+
+  const auto at = [&](int64_t i, int64_t half, int64_t j) {
+    return value(gate_up[i * 2 * features + (interleaved ? 2 * j + half : half * features + j)]);
+  };
+  const auto gate = [&](int64_t i, int64_t j) { return std::min<double>(at(i, 0, j), limit); };
+  const auto up = [&](int64_t i, int64_t j) {
+    return std::max<double>(std::min<double>(at(i, 1, j), limit), -limit) + plus;
+  };
+  const auto sigmoid = [&](int64_t i, int64_t j) { return 1 / (1 + std::exp(-alpha * gate(i, j))); };
+  const auto joined = [&](int64_t i, int64_t j) { return gate(i, j) * sigmoid(i, j) * up(i, j); };
+  const auto wanted_y = [&](int64_t i, int64_t j) { return p[i] * joined(i, j); };
+  const auto wanted_d = [&](int64_t i, int64_t column) {
+    const bool is_up = interleaved ? column % 2 == 1 : column >= features;
+    const int64_t j = interleaved ? column / 2 : column % features;
+    const double g = gate(i, j), s = sigmoid(i, j), scaled = p[i] * value(grad[i * features + j]);
+    if (is_up) return std::fabs(at(i, 1, j)) > limit ? 0.0 : scaled * g * s;
+    return at(i, 0, j) > limit ? 0.0 : scaled * up(i, j) * s * (1 + alpha * g * (1 - s));
+  };
+  for (const Buffer<T>* each : {&y, &again}) {
+    expect_close("y", each->read(), rows, features, features, wanted_y,
+                 [&](int64_t i, int64_t j) { return allowed<T>(wanted_y(i, j)); });
+  }
+  expect_close("dgate, dup", dgate_up.read(), rows, 2 * features, 2 * features, wanted_d,
+               [&](int64_t i, int64_t j) { return allowed<T>(wanted_d(i, j)) + 5e-5; });
+  std::vector<double> sums(rows), sizes(rows);
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < features; ++j) {
+      sums[i] += value(grad[i * features + j]) * joined(i, j);
+      sizes[i] += std::fabs(value(grad[i * features + j]) * joined(i, j));
+    }
+  }
+  expect_close(
+      "dp", dp.read(), rows, 1, 1, [&](int64_t i, int64_t) { return sums[i]; },
+      [&](int64_t i, int64_t) { return 8e-6 * sizes[i] + 1e-6; });
+  on_gate_up.read();
+}
+
 // ---- rotary embedding, from rows of q, k and v into parts of their own and back ----
 
 template <class T>
@@ -511,6 +579,12 @@ void add_layer_cases(std::vector<Case>& cases) {
   add("SwiGLU bf16, unaligned", [](Rank& r) { swiglu<Bf16>(r, 4, 19, 1, 3); });
   add("SwiGLU fp16", [](Rank& r) { swiglu<Fp16>(r, 9, 136, 0, 0); });
   add("SwiGLU fp32", [](Rank& r) { swiglu<float>(r, 7, 101, 2, 1); });
+  add("gating bf16", [](Rank& r) { weighted_gating<Bf16>(r, 37, 768, false, 1, INFINITY, 0, 0); });
+  add("gating bf16, in turns, with limits",
+      [](Rank& r) { weighted_gating<Bf16>(r, 21, 360, true, 1.702f, 7, 1, 0); });
+  add("gating bf16, unaligned", [](Rank& r) { weighted_gating<Bf16>(r, 5, 90, false, 1, INFINITY, 0, 3); });
+  add("gating fp16, with limits", [](Rank& r) { weighted_gating<Fp16>(r, 9, 136, false, 1.702f, 0.5f, 1, 0); });
+  add("gating fp32, in turns", [](Rank& r) { weighted_gating<float>(r, 7, 101, true, 1, INFINITY, 0, 1); });
   add("RoPE bf16", [](Rank& r) { rope<Bf16>(r, 2, 13, 64, 8, 2, 0); });
   add("RoPE bf16, rows that begin anywhere", [](Rank& r) { rope<Bf16>(r, 1, 5, 64, 11, 1, 3); });
   add("RoPE fp16, halves of three", [](Rank& r) { rope<Fp16>(r, 1, 3, 6, 2, 1, 0); });

@@ -59,17 +59,21 @@ def opcheck_cases():
     yield "adamw_", (lists[0], lists[1], lists[2], squares, [], None), adamw
     yield "adamw_", (low, lists[1], lists[2], squares, lists[0], torch.tensor(0.5)), adamw
     yield "sum_of_squares", (lists[0],), {}
+    swiglu = 1.0, float("inf"), 0.0, False
+    yield "weighted_gating", (randn(5, 66, dtype=f32), rstd, *swiglu), {}
+    written = randn(5, 66, dtype=f32), x.clone(), rstd.clone()
+    yield "weighted_gating_backward_", (x, randn(5, 66, dtype=f32), rstd, *swiglu, *written), {}
 
 
 def leaf(tensor: Tensor) -> Tensor:
     return tensor.clone().requires_grad_()
 
 
-@pytest.mark.parametrize("index", range(17))
+@pytest.mark.parametrize("index", range(19))
 @pytest.mark.second_tier("7", "9", "11", "15")
 def test_opcheck(index):
     cases = list(opcheck_cases())
-    assert len(cases) == 17
+    assert len(cases) == 19
     name, args, kwargs = cases[index]
     torch.library.opcheck(getattr(ops, name).default, args, kwargs)
 

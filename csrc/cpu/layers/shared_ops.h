@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "common.h"
+#include "weighted_gating.h"
 
 namespace pyruntime::layers {
 
@@ -31,6 +32,43 @@ void check_swiglu_backward(const Tensor& grad, const Tensor& gate_up);
 std::vector<int64_t> half_of_last(const Tensor& gate_up);
 Tensor swiglu_composite(const Tensor& gate_up);
 Tensor swiglu_backward_composite(const Tensor& grad, const Tensor& gate_up);
+
+// ---- gating of experts ----
+
+// The operands of the gating of some rows; grad, dgate_up and dp are undefined in the forward pass.
+struct GatedRows {
+  Tensor gate_up, p, y, grad, dgate_up, dp;
+};
+
+void check_gated_rows(const char* op, const GatedRows& rows);
+
+// Writes y, and in the backward pass dgate_up and dp.
+using Gate = void(const GatedRows& rows, const Gating& gating);
+Gate weighted_gating_composite, weighted_gating_backward_composite;
+
+template <Gate gate>
+Tensor weighted_gating(const Tensor& gate_up, const Tensor& p, double alpha, double limit, double shift,
+                       bool interleaved) {
+  constexpr auto op = "weighted_gating";
+  check_gate_up(op, gate_up);
+  const Tensor y = at::empty(half_of_last(gate_up), gate_up.options());
+  const GatedRows rows{gate_up, p, y, {}, {}, {}};
+  check_gated_rows(op, rows);
+  gate(rows, {alpha, limit, shift, interleaved});
+  return y;
+}
+
+template <Gate gate>
+void weighted_gating_backward(const Tensor& grad, const Tensor& gate_up, const Tensor& p, double alpha,
+                              double limit, double shift, bool interleaved, const Tensor& dgate_up,
+                              const Tensor& y, const Tensor& dp) {
+  constexpr auto op = "weighted_gating_backward_";
+  check_gate_up(op, gate_up);
+  const GatedRows rows{gate_up, p, y, grad, dgate_up, dp};
+  check_gated_rows(op, rows);
+  gate(rows, {alpha, limit, shift, interleaved});
+  for (const Tensor& written : {dgate_up, y, dp}) mark_written(written);
+}
 
 // ---- rotary embedding ----
 

@@ -1,6 +1,6 @@
-// RMSNorm, SwiGLU, rotary embedding and cross-entropy on CUDA, by the device kernels (csrc/cuda/portable).
-// The kernels have no float64: it goes to composites of ATen's operations, and so does every dtype if the
-// kernels are not built.
+// RMSNorm, SwiGLU, experts' gating, rotary embedding and cross-entropy on CUDA, by the device kernels
+// (csrc/cuda/portable). The kernels have no float64: it goes to composites of ATen's operations, and so does
+// every dtype if the kernels are not built.
 //
 // A tensor's device chooses the kernels: tests call the functions registered for CUDA with CPU tensors, for
 // which the kernels' host dialect is loaded.
@@ -170,6 +170,44 @@ Tensor swiglu_backward_on_device(const Tensor& grad_in, const Tensor& gate_up_in
   return dgate_up;
 }
 
+// ---- gating of experts ----
+
+PyruntimeGating operands_of(const layers::GatedRows& rows, const layers::Gating& gating) {
+  PyruntimeGating operands{};
+  operands.dtype = dtype_code(rows.y.scalar_type());
+  operands.interleaved = gating.interleaved ? 1 : 0;
+  operands.rows = rows.y.size(0);
+  operands.features = rows.y.size(1);
+  operands.gate_up = rows.gate_up.const_data_ptr();
+  operands.weights = rows.p.const_data_ptr<float>();
+  operands.y = rows.y.mutable_data_ptr();
+  operands.alpha = static_cast<float>(gating.alpha);
+  operands.limit = static_cast<float>(gating.limit);
+  operands.shift = static_cast<float>(gating.shift);
+  return operands;
+}
+
+void gate_on_device(const layers::GatedRows& rows, const layers::Gating& gating) {
+  const DeviceLibrary* library = kernels_for(rows.y);
+  if (library == nullptr) return layers::weighted_gating_composite(rows, gating);
+  check_on("weighted_gating", rows.gate_up, {rows.p});
+  const DeviceCall call(rows.y.device());
+  const PyruntimeGating operands = operands_of(rows, gating);
+  library->check(library->weighted_gating(&operands, call.stream));
+}
+
+void gate_backward_on_device(const layers::GatedRows& rows, const layers::Gating& gating) {
+  const DeviceLibrary* library = kernels_for(rows.y);
+  if (library == nullptr) return layers::weighted_gating_backward_composite(rows, gating);
+  check_on("weighted_gating_backward_", rows.gate_up, {rows.p, rows.y, rows.grad, rows.dgate_up, rows.dp});
+  const DeviceCall call(rows.y.device());
+  PyruntimeGating operands = operands_of(rows, gating);
+  operands.grad = rows.grad.const_data_ptr();
+  operands.dgate_up = rows.dgate_up.mutable_data_ptr();
+  operands.dweights = rows.dp.mutable_data_ptr<float>();
+  library->check(library->weighted_gating_backward(&operands, call.stream));
+}
+
 // ---- rotary embedding ----
 
 PyruntimeHeads place_of(const Tensor& heads, const void* data) {
@@ -257,6 +295,8 @@ void register_device_layers(torch::Library& m) {
   on_device("rms_norm_backward", rms_norm_backward_on_device);
   on_device("swiglu", swiglu_on_device);
   on_device("swiglu_backward", swiglu_backward_on_device);
+  on_device("weighted_gating", layers::weighted_gating<gate_on_device>);
+  on_device("weighted_gating_backward_", layers::weighted_gating_backward<gate_backward_on_device>);
   on_device("apply_rope_qkv", layers::apply_rope_qkv<rotate_on_device>);
   on_device("rotate_qkv_", layers::rotate_qkv<rotate_on_device>);
   on_device("apply_rope_qkv_backward", layers::apply_rope_qkv_backward<rotate_on_device>);

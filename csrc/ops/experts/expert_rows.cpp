@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "cpu/layers/expert_kernels.h"
+#include "cpu/layers/sum_rows.h"
 
 namespace pyruntime {
 

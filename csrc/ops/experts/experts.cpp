@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "core/saved_output.h"
-#include "cpu/layers/expert_kernels.h"
+#include "cpu/layers/weighted_gating.h"
 #include "ops/experts/expert_passes.h"
 #include "ops/experts/expert_rows.h"
 #include "ops/gather_matmul.h"
@@ -171,7 +171,7 @@ Tensors experts(const at::Tensor& x_shard, const at::Tensor& ids, const at::Tens
     rows_of_x.copy(routed, share, rows);
     up.write(share, run.of(hidden), scales_input ? weighted(rows, run.of(routed.weights())) : rows);
     const at::Tensor p = run.of(of_outputs);
-    back.write(share, out, layers::weighted_gating(run.of(hidden), p, gating));
+    back.write(share, out, layers::call_weighted_gating(run.of(hidden), p, gating));
     if (!of.has_bias()) return;
     for_each_expert(routed, share, [&](int64_t expert, const ExpertRows::Run& own) {
       own.of(out).add_(own.of(p).unsqueeze(1) * of.down_bias.select(0, expert));
@@ -231,8 +231,8 @@ Tensors experts_backward(const at::Tensor& grad, const at::Tensor& x_shard, cons
     const at::Tensor dproduct = empty(run.count, features);
     through_down.write(share, dproduct, dy_run);
     const at::Tensor dots = at::empty({run.count}, table.options());
-    layers::weighted_gating_backward(dproduct, run.of(hidden), run.of(of_outputs), gating, dhidden_run,
-                                     rows_in(products, run, features), dots);
+    layers::call_weighted_gating_backward(dproduct, run.of(hidden), run.of(of_outputs), gating, dhidden_run,
+                                          rows_in(products, run, features), dots);
     through_up.write(share, out, dhidden_run);
     if (scales_input) {
       dots.copy_((run.of(x_rows).to(dots.scalar_type()) * out).sum(-1));

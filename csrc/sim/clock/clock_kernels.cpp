@@ -487,6 +487,16 @@ int pyruntime_swiglu_backward(const PyruntimeSwiglu* swiglu, void* stream) {
                     5 * swiglu->rows * swiglu->features * sim::size_of(swiglu->dtype));
 }
 
+int pyruntime_weighted_gating(const PyruntimeGating* gating, void* stream) {
+  const int64_t row = 3 * gating->features * sim::size_of(gating->dtype) + 4;
+  return sim::touch(stream, "weighted_gating", gating->rows * row);
+}
+
+int pyruntime_weighted_gating_backward(const PyruntimeGating* gating, void* stream) {
+  const int64_t row = 6 * gating->features * sim::size_of(gating->dtype) + 8;
+  return sim::touch(stream, "weighted_gating_backward", gating->rows * row);
+}
+
 int pyruntime_rope(const PyruntimeRope* rope, void* stream) {
   int64_t heads = 0;
   for (int i = 0; i < 3; ++i) {

@@ -97,13 +97,13 @@ def test_multicast_is_one_store_and_one_load_between_alias_fences_and_left_out_e
 
 
 @needs_nvcc
-@pytest.mark.parametrize("source", ["swiglu", "rope", "cross_entropy", "rms_norm"])
+@pytest.mark.parametrize("source", ["swiglu", "weighted_gating", "rope", "cross_entropy", "rms_norm"])
 def test_layers_move_16_bytes_at_a_time(source, tmp_path) -> None:
     kernels = re.findall(r"\.entry (\w+)(.*?\n})", ptx(f"layers/{source}.cu", "compute_80", tmp_path), re.S)
     # Those for rows that are not aligned, and the sums of a norm's parts, take element by element.
     by_element = {"rope": "Li1E", "rms_norm": "Lb0E|sum_parts"}.get(source, "none")
     vectorised = [(name, body) for name, body in kernels if not re.search(by_element, name)]
-    assert len(vectorised) == (18 if source == "rms_norm" else 6)
+    assert len(vectorised) == {"rms_norm": 18, "weighted_gating": 12}.get(source, 6)
     for name, body in vectorised:
         assert "ld.global.v4" in body, name
         assert "st.global.v4" in body or "row_statistics" in name, name  # which stores three floats a row

@@ -151,7 +151,7 @@ def test_the_layers_that_are_measured_do_what_their_composites_do(problem):
 
     made = gpu_layers.layers(tokens=24, rows=5, vocab=300, device="cpu")
     names = [name.removeprefix("pyruntime ") for name in made if name.startswith("pyruntime")]
-    assert len(names) == 8 and len(made) == 16
+    assert len(names) == 10 and len(made) == 20
     for name in names:
         (ours, moved), (theirs, as_much) = made[f"pyruntime {name}"], made[f"ATen's {name}"]
         assert moved == as_much > 0

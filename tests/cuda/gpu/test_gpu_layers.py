@@ -12,6 +12,7 @@ from pyruntime.ops import layers
 from pyruntime.ops.device_adamw import device_adamw_
 from tests.cuda.cases import check_training_step
 from tests.cuda.test_device_adamw import CONSTANTS, stepped
+from tests.ops import cases, test_weighted_gating
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is a GPU")]
 
@@ -38,6 +39,23 @@ def test_swiglu(dtype, rows, features):
     gate_up, grad = on_gpu(rows, 2 * features, dtype=dtype) * 4, on_gpu(rows, features, dtype=dtype)
     agrees(ops.swiglu, dtype, gate_up)
     agrees(ops.swiglu_backward, dtype, grad, gate_up)
+
+
+@DTYPES
+@pytest.mark.parametrize("form", test_weighted_gating.FORMS)
+@pytest.mark.parametrize("rows, features", [(4096, 768), (333, 1000), (17, 35), (1, 1)])
+def test_gating_of_experts(dtype, form, rows, features):
+    grad, gate_up, p = (x.cuda() for x in test_weighted_gating.operands(rows, features, dtype))
+    settings = test_weighted_gating.settings(test_weighted_gating.FORMS[form])
+    agrees(ops.weighted_gating, dtype, gate_up, p, *settings)
+    found, expected, again = (
+        test_weighted_gating.backward(run, grad, gate_up, p, test_weighted_gating.FORMS[form])
+        for run in (cases.cpu, cases.composite, cases.cpu)
+    )
+    for one, other in zip(found[:2], expected[:2], strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=2 * UNIT[dtype], atol=2e-4)
+    torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=1e-4 * features**0.5)
+    assert all(map(torch.equal, found, again))
 
 
 @DTYPES

@@ -1,4 +1,4 @@
-// SwiGLU, rotary embedding and cross-entropy, against fp64.
+// SwiGLU, experts' gating, rotary embedding and cross-entropy, against fp64.
 #include <array>
 #include <functional>
 
@@ -118,6 +118,147 @@ TEST(gradients_may_lie_where_gate_and_up_do) {
   backward(apart.data());
   backward(gate_up.data());
   EXPECT(std::memcmp(apart.data(), gate_up.data(), apart.size() * sizeof(Bf16)) == 0);
+}
+
+// ---- gating of experts ----
+
+struct Form {
+  float alpha = 1, limit = INFINITY, shift = 0;
+  bool interleaved = false;
+};
+
+constexpr Form kSwiglu{}, kGptOss{1.702f, 7, 1, true}, kTight{1.702f, 0.5f, 1, false},
+    kInTurns{1, INFINITY, 0, true};
+
+// The gating of an expert's rows: matrices `shift` elements behind a multiple of 16 bytes.
+template <class T>
+struct Gating {
+  Gating(int64_t rows, int64_t features, Form form, int64_t shift = 0)
+      : rows(rows),
+        features(features),
+        shift(shift),
+        form(form),
+        gate_up(random_values<T>(shift + rows * 2 * features, 1)),
+        grad(random_values<T>(shift + rows * features, 2)),
+        p(random_values<float>(rows, 3)) {
+    for (size_t i = 0; i < gate_up.size(); i += 7)  // beyond the limits, and where the sigmoid is 0 or 1
+      gate_up[i] = portable::round_to<T>(to_float(gate_up[i]) * 40);
+    if (rows > 1) p[1] = 0;  // a place without a row
+  }
+
+  PyruntimeGating operands(std::vector<T>& y) {
+    PyruntimeGating of{};
+    of.dtype = dtype_of<T>();
+    of.interleaved = form.interleaved;
+    of.rows = rows;
+    of.features = features;
+    of.gate_up = gate_up.data() + shift;
+    of.weights = p.data();
+    of.y = y.data() + shift;
+    of.alpha = form.alpha;
+    of.limit = form.limit;
+    of.shift = form.shift;
+    return of;
+  }
+
+  void forward() {
+    const PyruntimeGating of = operands(y);
+    EXPECT_OK(pyruntime_weighted_gating(&of, nullptr));
+  }
+
+  void backward() {
+    PyruntimeGating of = operands(y_again);
+    of.grad = grad.data() + shift;
+    of.dgate_up = dgate_up.data() + shift;
+    of.dweights = dp.data();
+    EXPECT_OK(pyruntime_weighted_gating_backward(&of, nullptr));
+  }
+
+  // The value of gate (half 0) or up (1).
+  double at(int64_t half, int64_t i, int64_t j) const {
+    return to_float(
+        gate_up[shift + i * 2 * features + (form.interleaved ? 2 * j + half : half * features + j)]);
+  }
+  double g(int64_t i, int64_t j) const { return std::min<double>(at(0, i, j), form.limit); }
+  double u(int64_t i, int64_t j) const {
+    return std::max<double>(std::min<double>(at(1, i, j), form.limit), -form.limit) + form.shift;
+  }
+  double s(int64_t i, int64_t j) const { return 1 / (1 + std::exp(-form.alpha * g(i, j))); }
+  double dy(int64_t i, int64_t j) const { return to_float(grad[shift + i * features + j]); }
+  double joined(int64_t i, int64_t j) const { return g(i, j) * s(i, j) * u(i, j); }
+  double wanted_d(int64_t i, int64_t column) const {
+    const int64_t half = form.interleaved ? column % 2 : column / features;
+    const int64_t j = form.interleaved ? column / 2 : column % features;
+    if (half == 0) {
+      const double slope = s(i, j) * (1 + form.alpha * g(i, j) * (1 - s(i, j)));
+      return at(0, i, j) > form.limit ? 0 : p[i] * dy(i, j) * u(i, j) * slope;
+    }
+    return std::fabs(at(1, i, j)) > form.limit ? 0 : p[i] * dy(i, j) * g(i, j) * s(i, j);
+  }
+
+  void expect_what_the_equations_give() {
+    forward();
+    backward();
+    const auto wanted_y = [&](int64_t i, int64_t j) { return p[i] * joined(i, j); };
+    for (const std::vector<T>* each : {&y, &y_again}) {
+      expect_close("y", each->data() + shift, features, rows, features, wanted_y,
+                   [&](int64_t i, int64_t j) { return allowed<T>(wanted_y(i, j)); });
+      expect_gaps_untouched(*each, shift, rows, features, features);
+    }
+    // (1 + alpha g (1 - s)) cancels.
+    expect_close(
+        "dgate_up", dgate_up.data() + shift, 2 * features, rows, 2 * features,
+        [&](int64_t i, int64_t j) { return wanted_d(i, j); },
+        [&](int64_t i, int64_t j) { return allowed<T>(wanted_d(i, j)) + 3e-5; });
+    expect_gaps_untouched(dgate_up, shift, rows, 2 * features, 2 * features);
+    std::vector<double> sums(rows), sizes(rows);
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t j = 0; j < features; ++j) {
+        sums[i] += dy(i, j) * joined(i, j);
+        sizes[i] += std::fabs(dy(i, j) * joined(i, j));
+      }
+    }
+    expect_close(
+        "dp", dp.data(), 1, rows, 1, [&](int64_t i, int64_t) { return sums[i]; },
+        [&](int64_t i, int64_t) { return 4e-6 * sizes[i] + 1e-6; });
+    expect_gaps_untouched(dp, 0, rows, 1, 1);
+  }
+
+  int64_t rows, features, shift;
+  Form form;
+  std::vector<T> gate_up, grad;
+  std::vector<float> p;
+  std::vector<T> y = poison<T>(shift + rows * features + 16), y_again = y;
+  std::vector<T> dgate_up = poison<T>(shift + rows * 2 * features + 16);
+  std::vector<float> dp = poison<float>(rows + 4);
+};
+
+TEST(gating_and_its_gradients_are_those_of_the_equations) {
+  std::mt19937_64 draw(kSeed);
+  const auto expect = [](auto gating) { gating.expect_what_the_equations_give(); };
+  for (const Form& form : {kSwiglu, kGptOss, kTight, kInTurns}) {
+    expect(
+        Gating<Bf16>(37, 352, form));  // more rows than the warps of all blocks, and more than a warp's packs
+    expect(Gating<Bf16>(5, 20, form));     // rows of gate and up are aligned, those of y are not
+    expect(Gating<Bf16>(4, 24, form, 3));  // nothing is aligned
+    expect(Gating<Fp16>(9, 136, form));
+    expect(Gating<float>(7, 100, form));
+    expect(Gating<float>(3, 3, form));
+    expect(Gating<Bf16>(random_size(draw, 1, 9), random_size(draw, 1, 90), form, random_size(draw, 0, 9)));
+  }
+  Gating<float> empty(3, 0, kSwiglu);
+  empty.backward();
+  for (int64_t i = 0; i < 3; ++i) EXPECT_EQ(empty.dp[i], 0.0f);
+}
+
+TEST(gating_has_the_same_bits_on_any_number_of_multiprocessors) {
+  Gating<Bf16> one(23, 1000, kGptOss), other = one;
+  one.backward();
+  host::set_multiprocessors(1);
+  other.backward();
+  host::set_multiprocessors(3);
+  EXPECT(std::memcmp(one.dgate_up.data(), other.dgate_up.data(), one.dgate_up.size() * sizeof(Bf16)) == 0);
+  EXPECT(std::memcmp(one.dp.data(), other.dp.data(), one.dp.size() * sizeof(float)) == 0);
 }
 
 // ---- rotary embedding ----
@@ -390,6 +531,27 @@ TEST(wrong_arguments_are_refused_in_a_sentence) {
   expect_refused(swiglu_with([](auto& s) { s.up = nullptr; }), "up and y is a null pointer", __LINE__);
   expect_refused(pyruntime_swiglu_backward(&swiglu, nullptr), "one of dgate and dup is a null pointer",
                  __LINE__);
+
+  Gating<Bf16> gating(2, 8, kSwiglu);
+  const auto gating_with = [&](const std::function<void(PyruntimeGating&)>& change) {
+    PyruntimeGating changed = gating.operands(gating.y);
+    change(changed);
+    return pyruntime_weighted_gating(&changed, nullptr);
+  };
+  expect_refused(pyruntime_weighted_gating(nullptr, nullptr), "weighted_gating: the operands are a null",
+                 __LINE__);
+  expect_refused(gating_with([](auto& g) { g.features = -1; }), "features=-1; neither may be negative",
+                 __LINE__);
+  expect_refused(gating_with([](auto& g) { g.interleaved = 2; }), "interleaved=2; use 0", __LINE__);
+  expect_refused(gating_with([](auto& g) { g.limit = -1; }), "limit=-1; it may not be negative", __LINE__);
+  expect_refused(gating_with([](auto& g) { g.weights = nullptr; }), "weights is a null pointer", __LINE__);
+  expect_refused(gating_with([](auto& g) { g.y = nullptr; }), "gate_up and y is a null pointer", __LINE__);
+  PyruntimeGating backward = gating.operands(gating.y);
+  expect_refused(pyruntime_weighted_gating_backward(&backward, nullptr), "dweights is a null pointer",
+                 __LINE__);
+  backward.dweights = gating.dp.data();
+  expect_refused(pyruntime_weighted_gating_backward(&backward, nullptr),
+                 "grad and dgate_up is a null pointer", __LINE__);
 
   PyruntimeRope rope{};
   rope.batch = rope.positions = 1;
