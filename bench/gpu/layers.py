@@ -55,7 +55,15 @@ def layers(tokens: int, rows: int, vocab: int = VOCAB, device: str = "cuda") -> 
         "weighted_gating": (ops.weighted_gating, (gate_up, rstd, *gating), 6.0 * dy.numel()),
         "weighted_gating backward": (
             ops.weighted_gating_backward_,
-            (dy, gate_up, rstd, *gating, torch.empty_like(gate_up), torch.empty_like(dy), torch.empty_like(rstd)),
+            (
+                dy,
+                gate_up,
+                rstd,
+                *gating,
+                torch.empty_like(gate_up),
+                torch.empty_like(dy),
+                torch.empty_like(rstd),
+            ),
             12.0 * dy.numel(),
         ),
         "rope in place": (

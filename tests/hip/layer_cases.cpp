@@ -1,4 +1,4 @@
-// Sums in rank order, AdamW, RMSNorm, SwiGLU, experts' gating, rotary embedding and cross-entropy, each against fp64.
+// Sums in rank order, AdamW, RMSNorm, SwiGLU, gating, rotary embedding and cross-entropy, each against fp64.
 #include "layer_cases.h"
 
 #include <array>
@@ -583,7 +583,8 @@ void add_layer_cases(std::vector<Case>& cases) {
   add("gating bf16, in turns, with limits",
       [](Rank& r) { weighted_gating<Bf16>(r, 21, 360, true, 1.702f, 7, 1, 0); });
   add("gating bf16, unaligned", [](Rank& r) { weighted_gating<Bf16>(r, 5, 90, false, 1, INFINITY, 0, 3); });
-  add("gating fp16, with limits", [](Rank& r) { weighted_gating<Fp16>(r, 9, 136, false, 1.702f, 0.5f, 1, 0); });
+  add("gating fp16, with limits",
+      [](Rank& r) { weighted_gating<Fp16>(r, 9, 136, false, 1.702f, 0.5f, 1, 0); });
   add("gating fp32, in turns", [](Rank& r) { weighted_gating<float>(r, 7, 101, true, 1, INFINITY, 0, 1); });
   add("RoPE bf16", [](Rank& r) { rope<Bf16>(r, 2, 13, 64, 8, 2, 0); });
   add("RoPE bf16, rows that begin anywhere", [](Rank& r) { rope<Bf16>(r, 1, 5, 64, 11, 1, 3); });

@@ -101,8 +101,9 @@ def own_experts(full: Tensor, group) -> Tensor:
     return chunks[rank] if rank < len(chunks) else full[:0]
 
 
-def run(group, given: list[Tensor], dtype: torch.dtype, **options) -> list[Tensor]:
-    """y and the gradients of x, weights, gate_up, down and biases on this rank."""
+def run(group, given: list[Tensor], dtype: torch.dtype, device: str = "cpu", **options) -> list[Tensor]:
+    """y and the gradients of x, weights, gate_up, down and biases on this rank, computed on `device`."""
+    given = [each.to(device) for each in given]
     x, ids, weights, gate_up, down, *biases, grad = given
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     cut = options.get("cut", True)
@@ -118,7 +119,7 @@ def run(group, given: list[Tensor], dtype: torch.dtype, **options) -> list[Tenso
         options |= {"gate_up_bias": leaves[4], "down_bias": leaves[5], "form": GPT_OSS}
     y = ops.experts(leaves[0], own(ids, group, cut), *leaves[1:4], group, experts=gate_up.shape[0], **options)
     y.backward(own(grad, group, cut).to(dtype))
-    return [y.detach(), *(leaf.grad for leaf in leaves)]
+    return [each.cpu() for each in (y.detach(), *(leaf.grad for leaf in leaves))]
 
 
 def case(group, seed, rows, experts, k, kind, dtype, options, gpt_oss=False):

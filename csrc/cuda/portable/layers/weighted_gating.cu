@@ -17,7 +17,10 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / device::kWarpSize;
-constexpr int kBlocksPerMultiprocessor = 4;
+// The backward needs more registers than four blocks leave.
+constexpr int blocks_per_multiprocessor(bool backward) {
+  return backward ? 3 : 4;
+}
 
 // Forward: grad, dgate_up and dweights are null.
 template <class T>
@@ -93,7 +96,7 @@ PYRUNTIME_DEVICE float gate_at(const Operands<T>& o, int64_t row, int column, fl
 }
 
 template <class T, bool kBackward, bool kInterleaved>
-PYRUNTIME_KERNEL(kThreads, kBlocksPerMultiprocessor)
+PYRUNTIME_KERNEL(kThreads, blocks_per_multiprocessor(kBackward))
 gate_rows(PYRUNTIME_PARAMETER Operands<T> parameter) {
   constexpr int kCount = Vector<T>::kCount, kLanes = device::kWarpSize;
   const Operands<T>& o = device::first_parameter(parameter);
@@ -132,8 +135,8 @@ void launch(const PyruntimeGating& gating, void* stream) {
   if (kBackward) packed = packed && is_aligned(o.grad) && is_aligned(o.dgate_up);
   if (packed) o.packs = o.features / Vector<T>::kCount;
   const auto kernel = gating.interleaved ? gate_rows<T, kBackward, true> : gate_rows<T, kBackward, false>;
-  PYRUNTIME_LAUNCH(kernel, blocks_for((o.rows + kWarps - 1) / kWarps, 0, kBlocksPerMultiprocessor), kThreads,
-                   0, stream, o);
+  const int blocks = blocks_for((o.rows + kWarps - 1) / kWarps, 0, blocks_per_multiprocessor(kBackward));
+  PYRUNTIME_LAUNCH(kernel, blocks, kThreads, 0, stream, o);
 }
 
 template <bool kBackward>

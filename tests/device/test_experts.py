@@ -1,0 +1,57 @@
+"""Experts on devices that are late are the definition in fp64, and gate all their rows in one launch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyruntime.comm import Runtime
+from pyruntime.ops.experts import SWIGLU
+from tests.cuda import build as kernels
+from tests.device import sim
+from tests.ops.test_experts import LLAMA4, case, operands, run
+
+pytestmark = pytest.mark.usefixtures("simulated")
+
+FORMS = {"swiglu": {"form": SWIGLU}, "gpt_oss": {}, "llama4": {"form": LLAMA4}}
+"""Of GPT-OSS the operands say it, which have biases."""
+
+
+def compare(group, kind: str) -> None:
+    _, size = sim.begin_rank(delays=6)
+    sim.use_kernels(kernels.LIBRARY)
+    with Runtime.start(tp=size, device=sim.DEVICE) as runtime:
+        options = FORMS[kind] | {"device": sim.DEVICE}
+        for seed, (rows, routing, dtype) in enumerate(
+            [(37, "random", torch.float32), (9, "one expert", torch.float32), (41, "random", torch.bfloat16)]
+        ):
+            case(runtime.tp, seed, rows, 7, 2, routing, dtype, options, kind == "gpt_oss")
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.second_tier("llama4")
+def test_experts_on_devices_are_the_definition(ranks, kind):
+    for rank in ranks.launch(compare, 2, kind, init=False):
+        assert rank.error is None, rank.error
+
+
+def operations(group, dtype: torch.dtype) -> dict[str, int]:
+    """The launches of a forward and a backward pass."""
+    sim.begin_rank()
+    sim.use_kernels(kernels.LIBRARY)
+    with Runtime.start(device=sim.DEVICE) as runtime:
+        given = operands(3, 19, 7, 2, "random", torch.bfloat16)
+        sim.reset_counts()
+        run(runtime.tp, given, dtype, device=sim.DEVICE)
+        return sim.launches()
+
+
+def test_gating_is_one_launch_each_way_but_in_float64(ranks):
+    of_chain = {"aten::sigmoid", "aten::mul", "aten::sum"}
+    kernels_of = {}
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        (rank,) = ranks.launch(operations, 1, dtype, init=False)
+        assert rank.error is None, rank.error
+        assert of_chain & set(rank.value) == (of_chain if dtype == torch.float64 else set())
+        kernels_of[dtype] = rank.value.get("kernel", 0)
+    assert kernels_of[torch.bfloat16] == kernels_of[torch.float32] == kernels_of[torch.float64] + 2
