@@ -46,7 +46,7 @@ std::optional<Work> gemm_of(const std::string& name, at::ArrayRef<c10::IValue> a
   const at::Tensor a = arguments[adds ? 1 : 0].toTensor(), b = arguments[adds ? 2 : 1].toTensor();
   const at::Tensor first = arguments[0].toTensor();
   const int64_t batches = a.dim() == 3 ? a.size(0) : 1;
-  const bool reads = adds && first.dim() == a.dim();
+  const bool reads = adds && first.dim() == a.dim() && arguments[3].toScalar().toDouble() != 0;  // beta
   const int64_t moved = (adds ? first : a).element_size() * (reads ? 2 : 1);
   return Work{"gemm", {a.size(-2), b.size(-1), a.size(-1), batches, a.element_size(), moved}};
 }

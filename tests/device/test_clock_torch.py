@@ -43,7 +43,7 @@ class OfOperations(machine_model.Machine):
 
     def seconds(self, kind: str, sizes: Sequence[int]) -> float:
         if kind == "gemm":
-            m, n, k, batch, _ = sizes
+            m, n, k, batch, *_ = sizes
             return 2.0 * m * n * k * batch
         return float(sizes[0]) if kind.startswith("message") else 0.0
 
