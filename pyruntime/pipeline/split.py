@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import TypeAlias
+
+_Cuts: TypeAlias = dict[int, tuple[float, int]]
 
 
 def split_layers(
@@ -16,7 +21,8 @@ def split_layers(
     shares: Sequence[float] = (),
 ) -> list[range]:
     """Cuts the layers, in order, into `stages` ranges such that the costliest range costs least. Of several
-    such cuts it returns the one whose earlier stages hold more layers.
+    such cuts it returns the most even one (the least sum of squares), as a rank may have several stages; then
+    the one whose earlier stages hold more layers.
 
     costs: the cost of each layer, in any unit. first, last: cost of the first and the last stage beside their
         layers (embedding; norm, head and loss).
@@ -40,18 +46,25 @@ def _split(
         whole = total[end] - total[begin] + first * (stage == 0) + last * (stage == stages - 1)
         return shares[stage] * whole
 
-    # cuts[stage][end]: the best cut of layers 0 .. end - 1 into stages 0 .. stage: the cost of its costliest
-    # stage, and minus the layer at which its last stage begins.
-    cuts = [{end: (of_stage(0, end, 0), 0) for end in range(1, layers + 1)}]
-    for stage in range(1, stages):
-        before = cuts[-1]
-        best = {
-            end: min(
-                (max(before[begin][0], of_stage(begin, end, stage)), -begin) for begin in range(stage, end)
+    def best_cuts(value: Callable[[float], float], join: Callable[[float, float], float]) -> list[_Cuts]:
+        """Returns for each stage and end the best cut of layers 0 .. end - 1 into stages 0 .. stage: what
+        its stages are worth together, and minus the layer at which its last stage begins."""
+        cuts: list[_Cuts] = [{end: (value(of_stage(0, end, 0)), 0) for end in range(1, layers + 1)}]
+        for stage in range(1, stages):
+            before = cuts[-1]
+            cuts.append(
+                {
+                    end: min(
+                        (join(before[begin][0], value(of_stage(begin, end, stage))), -begin)
+                        for begin in range(stage, end)
+                    )
+                    for end in range(stage + 1, layers + 1)
+                }
             )
-            for end in range(stage + 1, layers + 1)
-        }
-        cuts.append(best)
+        return cuts
+
+    largest = best_cuts(lambda cost: cost, max)[-1][layers][0] * (1 + 1e-12)
+    cuts = best_cuts(lambda cost: cost * cost if cost <= largest else math.inf, operator.add)
     runs, end = [], layers
     for stage in reversed(range(stages)):
         begin = -cuts[stage][end][1]
