@@ -20,10 +20,11 @@ Q = LoRA(5, 12.0, ("q_proj",))
 
 
 def test_large_logits_are_computed_by_chunks():
-    assert chunked_head.chunk_rows(4096, 2 * 32_000) == 0
-    assert chunked_head.chunk_rows(4096, 2 * 128_256) == 512
-    assert chunked_head.chunk_rows(32_768, 2 * 64_128) == 2048
-    assert chunked_head.chunk_rows(512, 1 << 30) == 0  # one chunk would be all
+    assert chunked_head.chunk_rows(4096, 2 * 32_000, "cpu") == 0
+    assert chunked_head.chunk_rows(4096, 2 * 128_256, "cpu") == 512
+    assert chunked_head.chunk_rows(4096, 2 * 128_256, "cuda") == 1024
+    assert chunked_head.chunk_rows(32_768, 2 * 64_128, "cpu") == 2048
+    assert chunked_head.chunk_rows(512, 1 << 30, "cpu") == 0  # one chunk would be all
 
 
 def losses_and_gradients(group, case: str, chunked: bool, lora: LoRA | None, options: dict):
