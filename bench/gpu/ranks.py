@@ -152,7 +152,7 @@ def fused(
 def reduce(library: Library, out: Tensor, parts: Sequence[Tensor]) -> None:
     """Writes the sum of bf16 parts, in their order, to `out`, as the owner of rows does."""
     addresses = (c_void_p * len(parts))(*(part.data_ptr() for part in parts))
-    library.call("reduce", out.data_ptr(), addresses, len(parts), out.numel(), abi.BF16, None, 1, stream())
+    library.call("reduce", out.data_ptr(), addresses, len(parts), out.numel(), abi.BF16, None, 1, 0, stream())
 
 
 def error_of(seen: Tensor, wanted: Tensor) -> float:
