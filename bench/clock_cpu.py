@@ -69,7 +69,7 @@ TWO = [name for name in MESHES if name != ONE_RANK]
 RATE = "1gbit"
 TCP_BYTES_PER_S = 1e9 / 8 * 1448 / 1514
 LATENCY_S = 1e-4
-"""Of a message through an idle link of bench/netlab."""
+"""Seconds of a message through an idle link of bench/netlab."""
 ALWAYS = "--train.dtype fp32 --train.val_every 0 --checkpoint.every_steps 0 --train.threads 1 "
 ALWAYS += "--optimizer.on_bad_step skip"  # reads each step's norm, so that the host does not run ahead
 REAL_STEPS, LEFT_OUT = 6, 2

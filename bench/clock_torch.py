@@ -314,7 +314,7 @@ class Pipeline:
 
 
 def _shapes_are_known(_: object, stages: list[PipelineStage], *__: object) -> None:
-    """What the stages would tell each other before the first step: in virtual time numbers have no values."""
+    """Skips what stages tell each other before the first step: in virtual time numbers have no values."""
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
 

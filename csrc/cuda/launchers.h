@@ -307,7 +307,7 @@ typedef struct {
 PYRUNTIME_API int pyruntime_swiglu(const PyruntimeSwiglu* swiglu, void* stream);
 PYRUNTIME_API int pyruntime_swiglu_backward(const PyruntimeSwiglu* swiglu, void* stream);
 
-/* What an expert makes of gate and up, times the weight p of each row: y = p * u * g * sigmoid(alpha * g),
+/* The gating of experts, times the weight p of each row: y = p * u * g * sigmoid(alpha * g),
    where g is gate up to `limit`, and u is shift + up within [-limit, limit]; all contiguous. The backward
    writes y once more. The sums over a row's features have a fixed order. */
 typedef struct {

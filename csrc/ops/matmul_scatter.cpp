@@ -131,9 +131,10 @@ void MatmulScatter::reduce() {
 }
 
 void MatmulScatter::reduce_beside() {
-  if (sums_.defined() || reduced_ || all_) return;
+  if (sums_.defined() || reduced_ || !flight_->can_reduce_beside()) return;
+  reduced_ = true;
   own_sums_ = empty(own_rows_);
-  reduced_ = flight_->reduce_beside(own_sums_, parts_.bias);
+  flight_->reduce_beside(own_sums_, parts_.bias);
 }
 
 void MatmulScatter::reduce_if_come() {

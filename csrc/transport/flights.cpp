@@ -17,6 +17,10 @@ void ScatterFlight::multiply(const FusedGemm&) {
   TORCH_CHECK(false, "This transport has no fused kernels: ask DeviceSharing::why_not_fused() first.");
 }
 
+void ScatterFlight::reduce_beside(const at::Tensor&, const at::Tensor&) {
+  TORCH_CHECK(false, "This flight sums on the caller's stream: ask can_reduce_beside() first.");
+}
+
 std::unique_ptr<ScatterFlight> Transport::scatter_some(const FlightDescriptor&, bool,
                                                        const std::vector<int64_t>&) {
   TORCH_CHECK(false, "This transport scatters all rows: ask Transport::scatters_some() first.");

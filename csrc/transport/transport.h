@@ -77,9 +77,11 @@ class ScatterFlight {
   // Waits for the others' parts of this rank's rows and sums them, adding bias [width] once, into contiguous
   // out [row_blocks, own rows * inner, width]; with everybody's sums out is not used: see sum().
   virtual void reduce(const at::Tensor& out, const at::Tensor& bias) = 0;
-  // The same without everybody's sums, and on a device beside what the caller's stream gets from now on: it
-  // waits in finish(). Returns whether it did so; else reduce() is left to do.
-  virtual bool reduce_beside(const at::Tensor& /*out*/, const at::Tensor& /*bias*/) { return false; }
+  // Whether reduce() can run on a device beside what the caller's stream gets from now on: only without
+  // everybody's sums.
+  virtual bool can_reduce_beside() const { return false; }
+  // Does so in place of reduce(); the caller's stream waits in finish(). Only if can_reduce_beside().
+  virtual void reduce_beside(const at::Tensor& out, const at::Tensor& bias);
   // Whether reduce() would not wait; false also if that is unknown.
   virtual bool parts_have_come() const { return false; }
   // Does all of this in one kernel instead of part(), publish() and reduce(): `GEMM.a` has all rows,

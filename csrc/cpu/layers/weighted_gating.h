@@ -1,5 +1,5 @@
-// What an expert makes of gate and up, times the weights of its rows: pyruntime::weighted_gating and
-// weighted_gating_backward_, for other operators.
+// The gating of experts for other operators: gate and up joined, times the weights of their rows
+// (pyruntime::weighted_gating and weighted_gating_backward_).
 #pragma once
 
 #include <ATen/core/Tensor.h>

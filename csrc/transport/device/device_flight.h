@@ -46,7 +46,7 @@ class DeviceFlight {
   }
 
   const DeviceLibrary& library() const { return transport_.library_; }
-  const DeviceStreams& streams() const { return transport_.streams_; }
+  DeviceStreams& streams() const { return transport_.streams_; }
   void check(int code) const { library().check(code); }
   int slot() const { return slot_; }
   int rank() const { return transport_.rank(); }
@@ -166,7 +166,8 @@ class DeviceFlight {
     is_finished_ = true;
   }
 
-  // Ends the flight for its peers, on the current stream; finish() follows on the caller's.
+  // Ends the flight for its peers, on the current stream; finish() follows on the caller's. Not for a gather
+  // around rings or a multicast store, which finish() has to wait for.
   void finish_beside() {
     check(library().finish(&group_, streams().current()));
     is_finished_ = true;

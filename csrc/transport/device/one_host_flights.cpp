@@ -137,17 +137,17 @@ class DeviceScatter : public ScatterByRank {
     flight_.end_puts();
   }
 
-  bool reduce_beside(const at::Tensor& out, const at::Tensor& bias) override {
-    const Chunk& own = plan_.own();
-    if (all_ || own.rows == 0 || flight_.device().is_cpu()) return false;
+  bool can_reduce_beside() const override {
+    return !all_ && plan_.own().rows > 0 && !flight_.device().is_cpu();
+  }
+  void reduce_beside(const at::Tensor& out, const at::Tensor& bias) override {
     const auto beside = flight_.streams().on_summing();
     out.record_stream(flight_.streams().current_stream());
-    flight_.follow_all(part_flags(own));
+    flight_.follow_all(part_flags(plan_.own()));
     sum_own(out, bias, kBlocksBeside);
     flight_.end_puts();
     flight_.finish_beside();
     summed_ = flight_.streams().done();
-    return true;
   }
 
   void wait_for_sum(const Chunk& chunk) override {

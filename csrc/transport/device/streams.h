@@ -18,9 +18,7 @@ class DeviceStreams {
   // `ways`: the number of ways around rings.
   explicit DeviceStreams(c10::Device device, int ways = 0) : device_(device), guard_(device.type()) {
     if (!has_streams()) return;
-    const auto take = [&] { return guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true); };
     moving_ = take();
-    summing_ = take();
     for (int way = 0; way < ways; ++way) ways_.push_back(take());
   }
 
@@ -75,8 +73,9 @@ class DeviceStreams {
   }
   // Makes the summing stream, which waits for all that the caller's stream has so far, the current one within
   // a scope.
-  c10::OptionalStreamGuard on_summing() const {
+  c10::OptionalStreamGuard on_summing() {
     if (!has_streams()) return c10::OptionalStreamGuard();
+    if (!summing_) summing_ = take();
     c10::Event event(device_.type());
     event.record(guard_.getStream(device_));
     event.block(*summing_);
@@ -96,10 +95,11 @@ class DeviceStreams {
 
  private:
   bool has_streams() const { return !device_.is_cpu(); }
+  c10::Stream take() const { return guard_.getStreamFromGlobalPool(device_, /*isHighPriority=*/true); }
 
   c10::Device device_;
   c10::impl::VirtualGuardImpl guard_;
-  std::optional<c10::Stream> moving_, summing_;
+  std::optional<c10::Stream> moving_, summing_;  // summing_: once somebody sums there
   std::vector<c10::Stream> ways_;
 };
 
