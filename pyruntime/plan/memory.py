@@ -17,7 +17,7 @@ from typing import assert_never
 from pyruntime.choices import Recomputation
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import ModelShape
-from pyruntime.plan.pipelines import deferred, in_flight, last_stage_rank, layers_by_rank
+from pyruntime.plan.pipelines import deferred, dense_by_rank, in_flight, last_stage_rank, layers_by_rank
 
 SAFE = 0.8
 """Share of a GPU's memory up to which no estimated run ran out of memory (arXiv 2411.06465, 454 runs)."""
@@ -183,12 +183,13 @@ def _cut(model: ModelShape, rules: Rules, recompute: Recomputation) -> float:
 
 
 def parameters_of_rank(
-    model: ModelShape, tp: int, layers: int, first: bool, last: bool
+    model: ModelShape, tp: int, layers: int, first: bool, last: bool, dense: int = 0
 ) -> tuple[float, float]:
-    """Returns the parameters of a rank with `layers` layers, with the embedding if `first`, with the head if
-    `last`: matrices, which tensor parallelism cuts, and vectors, which it does not."""
-    matrices = layers * model.layer_matrices
-    vectors = layers * model.layer_vectors
+    """Returns the parameters of a rank with `layers` layers, `dense` of which have no experts though the
+    model has, with the embedding if `first`, with the head if `last`: matrices, which tensor parallelism
+    cuts, and vectors, which it does not."""
+    matrices = (layers - dense) * model.layer_matrices + dense * model.dense.layer_matrices
+    vectors = (layers - dense) * model.layer_vectors + dense * model.dense.layer_vectors
     if first:
         matrices += model.embedding
     if last:
@@ -220,14 +221,15 @@ def states(
 
 
 def _states_of_rank(
-    job: Job, mesh: Mesh, layers: int, matrices: float, vectors: float, rules: Rules
+    job: Job, mesh: Mesh, layers: int, dense: int, matrices: float, vectors: float, rules: Rules
 ) -> tuple[float, float, float, float]:
-    """Returns the bytes of weights, gradients and optimizer states of a rank with so many layers, and with so
-    many parameters in matrices and vectors; and those that Muon needs besides."""
+    """Returns the bytes of weights, gradients and optimizer states of a rank with so many layers, `dense` of
+    them without experts, and with so many parameters in matrices and vectors; and those that Muon needs
+    besides."""
     model, micro_batches = job.model, mesh.micro_batches(job.batch)
     cut = mesh.tp_cut * mesh.x * mesh.y * mesh.z
     # A rank has whole experts, of which ZeRO cuts the rows: the fullest has more than its share.
-    of_all = layers * model.layer_experts
+    of_all = (layers - dense) * model.layer_experts
     fullest = of_all * model.fullest(mesh.experts_over) / cut_of_experts(mesh)
     parameters = (matrices - of_all) / cut + vectors
     if job.adapters is None:
@@ -247,7 +249,8 @@ def _states_of_rank(
         case "adamw":
             pass
         case "muon":
-            held = (layers * model.layer_matrices - of_all) / cut / mesh.shard
+            of_layers = (layers - dense) * model.layer_matrices + dense * model.dense.layer_matrices
+            held = (of_layers - of_all) / cut / mesh.shard
             held += fullest / mesh.experts_shard
             optimizer -= MOMENT * held
             muon = _muon(model, held, mesh, rules)
@@ -271,42 +274,36 @@ def memory_of_rank(
 ) -> Memory:
     """Returns the most memory that rank `rank` of the pipeline needs.
 
-    process: bytes besides tensors; None: the cluster's. layers: of this rank; None: as the trainer cuts them.
+    process: bytes besides tensors; None: the cluster's. layers: of this rank, as if all had experts where the
+    model has; None: as the trainer cuts them.
     """
     rules = rules.of(job)
     model, last = job.model, last_stage_rank(mesh)
     micro_batches = mesh.micro_batches(job.batch)
     cut = mesh.tp_cut * mesh.x * mesh.y * mesh.z
+    dense = 0
     if layers is None:
-        layers = layers_by_rank(model, mesh)[rank]
-    matrices, vectors = parameters_of_rank(model, 1, layers, rank == 0, rank == last)
-    weights, gradients, optimizer, muon = _states_of_rank(job, mesh, layers, matrices, vectors, rules)
+        layers, dense = layers_by_rank(model, mesh)[rank], dense_by_rank(model, mesh)[rank]
+    matrices, vectors = parameters_of_rank(model, 1, layers, rank == 0, rank == last, dense)
+    weights, gradients, optimizer, muon = _states_of_rank(job, mesh, layers, dense, matrices, vectors, rules)
     optimizer += OFFLOAD_BUFFERS if job.offload == "states" else 0
     process = job.cluster.process_bytes if process is None else process
     start = 0.0
     if rules.made_whole:
         # The whole weights, and beside them the shard that ZeRO 3 leaves a rank.
         shards = mesh.z * (mesh.shard if mesh.zero == 3 else 1)
-        of_experts = layers * model.layer_experts
+        of_experts = (layers - dense) * model.layer_experts
         whole = ((matrices - of_experts) / cut + of_experts / cut_of_experts(mesh)) * mesh.z + vectors
         start = rules.weight * whole * (1 + 1 / shards if shards > 1 else 1) + process
     tokens = mesh.micro_batch * job.seq / mesh.cp
-    one = _one_layer(model, tokens, mesh, rules)
-    less = mesh.recompute != "none" or model.experts > 0
-    if job.adapters is not None and mesh.recompute != "full":
-        one += 2 * tokens * job.adapters.features(mesh.tp)
-    if job.adapters is not None and mesh.recompute == "none":
-        one -= 2 * tokens * job.adapters.unread / mesh.tp
     held = in_flight(mesh, rank, micro_batches)
     waiting = deferred(mesh, rank, micro_batches)
     if job.adapters is not None:
         # Gradients of adapters do not wait: they are computed with those of the activations.
         held, waiting = held - waiting, 0.0
-    # A waiting weight gradient keeps about as much as the backward pass needs, unless that recomputes
-    # something or takes experts' rows again.
-    activations = (held - waiting if less else held) * layers * one
-    if less:
-        activations += waiting * layers * _waiting_layer(model, tokens) / mesh.tp
+    activations = (layers - dense) * _kept(job, model, mesh, held, waiting, rules)
+    if dense:
+        activations += dense * _kept(job, model.dense, mesh, held, waiting, rules)
     if mesh.recompute == "full":
         # All activations of one layer, while it is run again.
         activations += _one_layer(model, tokens, replace(mesh, recompute="none"), rules)
@@ -327,6 +324,22 @@ def memory_of_rank(
         process,
         start,
     )
+
+
+def _kept(job: Job, model: ModelShape, mesh: Mesh, held: float, waiting: float, rules: Rules) -> float:
+    """Returns the bytes, of 16-bit numbers, that one layer keeps for `held` micro-batches, of which `waiting`
+    wait for their weight gradients alone."""
+    tokens = mesh.micro_batch * job.seq / mesh.cp
+    one = _one_layer(model, tokens, mesh, rules)
+    if job.adapters is not None and mesh.recompute != "full":
+        one += 2 * tokens * job.adapters.features(mesh.tp)
+    if job.adapters is not None and mesh.recompute == "none":
+        one -= 2 * tokens * job.adapters.unread / mesh.tp
+    # A waiting weight gradient keeps about as much as the backward pass needs, unless that recomputes
+    # something or takes experts' rows again.
+    if mesh.recompute == "none" and not model.experts:
+        return held * one
+    return (held - waiting) * one + waiting * _waiting_layer(model, tokens) / mesh.tp
 
 
 def _logits(model: ModelShape, tokens: float, mesh: Mesh, rules: Rules, waiting: int, trains: bool) -> float:
@@ -352,10 +365,10 @@ def worst_memory(job: Job, mesh: Mesh, rules: Rules = PAPER, process: float | No
 
     Every estimate of a run's memory comes from here, so that no two commands differ.
     """
-    layers = layers_by_rank(job.model, mesh)
-    ranks = {0, mesh.pp // 2, mesh.pp - 1, *map(layers.index, set(layers))}
+    held = list(zip(layers_by_rank(job.model, mesh), dense_by_rank(job.model, mesh), strict=True))
+    ranks = {0, mesh.pp // 2, mesh.pp - 1, *map(held.index, set(held))}
     return max(
-        (memory_of_rank(job, mesh, rank, rules, process, layers[rank]) for rank in sorted(ranks)),
+        (memory_of_rank(job, mesh, rank, rules, process) for rank in sorted(ranks)),
         key=lambda each: each.total,
     )
 

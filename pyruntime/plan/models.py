@@ -237,7 +237,7 @@ class ModelShape:
         """All parameters; a tied head counts once."""
         layers = self.layers * (self.layer_matrices + self.layer_vectors)
         if self.dense_layers:
-            dense = self._dense
+            dense = self.dense
             of_dense = dense.layer_matrices + dense.layer_vectors
             layers += self.dense_layers * (of_dense - self.layer_matrices - self.layer_vectors)
         return layers + self.embedding + (0 if self.tied else self.head) + self.last_norm
@@ -248,13 +248,13 @@ class ModelShape:
         return replace(self, experts=0, ffn=self.shared_ffn, shared_ffn=0, dense_layers=0)
 
     @cached_property
-    def _dense(self) -> ModelShape:
-        """The same shape without experts."""
+    def dense(self) -> ModelShape:
+        """The same shape, with all layers like the first `dense_layers`."""
         return replace(self, experts=0, shared_ffn=0, dense_layers=0)
 
     def dense_flops(self, tokens: int) -> float:
         """Returns the same as `layer_flops`, of a layer without experts."""
-        return self._dense.layer_flops(tokens)
+        return self.dense.layer_flops(tokens)
 
     def layer_flops(self, tokens: int) -> float:
         """Returns the operations of one layer's linears in a forward pass; a multiply-add counts as two. Of

@@ -143,14 +143,25 @@ def layers_by_rank(model: ModelShape, mesh: Mesh) -> tuple[int, ...]:
 
     Raises ValueError for fewer layers than stages.
     """
+    return _cut(model, mesh)[0]
+
+
+def dense_by_rank(model: ModelShape, mesh: Mesh) -> tuple[int, ...]:
+    """Returns how many of each rank's layers have no experts, though the model has. Raises ValueError for
+    fewer layers than stages."""
+    return _cut(model, mesh)[1]
+
+
+def _cut(model: ModelShape, mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
     stages_of_a_rank = 2 if mesh.kind == "zb-v" else mesh.virtual
-    return _layers_by_rank(model, mesh.kind, mesh.pp, stages_of_a_rank, mesh.layers, mesh.skip)
+    return _cut_layers(model, mesh.kind, mesh.pp, stages_of_a_rank, mesh.layers, mesh.skip)
 
 
 @functools.lru_cache(maxsize=1024)
-def _layers_by_rank(
+def _cut_layers(
     model: ModelShape, kind: str, ranks: int, stages_of_a_rank: int, chosen: tuple[int, ...], skip: int
-) -> tuple[int, ...]:
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns each rank's layers, and how many of them have no experts."""
     stages = ranks * stages_of_a_rank
     # As pyruntime.llama.stage cuts them: by the weights that a token meets.
     last = model.layer_flops(1) / 2
@@ -158,10 +169,13 @@ def _layers_by_rank(
     costs = [model.dense_flops(1) / 2 / last] * dense + [1.0] * (model.layers - dense)
     head, visited = model.head / last, shares(stages, skip)
     layers = chosen or [len(run) for run in split_layers(costs, stages, last=head, shares=visited)]
-    held = [0] * ranks
+    held, without, before = [0] * ranks, [0] * ranks, 0
     for stage, count in enumerate(layers):
-        held[stage % ranks if kind != "zb-v" or stage < ranks else stages - 1 - stage] += count
-    return tuple(held)
+        rank = stage % ranks if kind != "zb-v" or stage < ranks else stages - 1 - stage
+        held[rank] += count
+        without[rank] += min(count, max(0, dense - before))
+        before += count
+    return tuple(held), tuple(without)
 
 
 def last_stage_rank(mesh: Mesh) -> int:

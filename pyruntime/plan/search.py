@@ -22,7 +22,8 @@ from pyruntime.plan import co2
 from pyruntime.plan.memory import PAPER, Memory, Rules, verdict, worst_memory
 from pyruntime.plan.mesh import Job, Mesh, check_job, divisors
 from pyruntime.plan.pipelines import layers_by_rank
-from pyruntime.plan.step import Predictor, StepSeconds
+from pyruntime.plan.seconds import StepSeconds
+from pyruntime.plan.step import Predictor
 
 MICRO_BATCHES = (1, 2, 4, 8)
 VIRTUAL = (2, 3, 4)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import assert_never
 
 from pyruntime.pipeline.skipping import shares
@@ -37,8 +37,16 @@ from pyruntime.plan.memory import (
     split_experts,
 )
 from pyruntime.plan.mesh import Job, Mesh
-from pyruntime.plan.overlap import Exposed, LinearShape, Overlap, exposed, exposed_of, linears
-from pyruntime.plan.pipelines import bubble, bubble_of_skipping, last_stage_rank, layers_by_rank
+from pyruntime.plan.models import ModelShape
+from pyruntime.plan.overlap import LinearShape, Overlap, exposed, exposed_of, linears
+from pyruntime.plan.pipelines import (
+    bubble,
+    bubble_of_skipping,
+    dense_by_rank,
+    last_stage_rank,
+    layers_by_rank,
+)
+from pyruntime.plan.seconds import LayerSeconds, StepSeconds
 from pyruntime.plan.touched import travelling_share
 
 FLASH_BACKWARD = 2.5
@@ -61,65 +69,6 @@ OWN_IN_WAITS = 0.4
 Fitted to meshes between hosts (bench/results/planning-time.md)."""
 SUM_BYTES = 10
 """Bytes read and written to add a parameter's gradient (of a micro-batch or slice) to the fp32 sum."""
-
-
-@dataclass(frozen=True)
-class LayerSeconds:
-    """Seconds of one layer and one micro-batch on one rank."""
-
-    forward: float
-    """Compute only."""
-    backward_input: float
-    """Compute, including recomputation."""
-    backward_weight: float
-    attention: float
-    """Attention's part of the compute, forward and backward."""
-    tp_forward: float
-    """Exposed; so are the next three."""
-    tp_backward: float
-    cp_forward: float
-    cp_backward: float
-    between_forward: float
-    """Seconds of transfers that occupy the node's adapters, exposed or not."""
-    between_backward: float
-    ep_forward: float = 0.0
-    """Exposed; so is the next: what experts on GPUs wait for."""
-    ep_backward: float = 0.0
-    linears: tuple[Exposed, ...] = ()
-
-    @property
-    def waits_forward(self) -> float:
-        return self.tp_forward + self.cp_forward + self.ep_forward
-
-    @property
-    def waits_backward(self) -> float:
-        return self.tp_backward + self.cp_backward + self.ep_backward
-
-
-@dataclass(frozen=True)
-class StepSeconds:
-    """Seconds of one step of the whole job; they add up to `total`."""
-
-    compute: float
-    recompute: float
-    tp: float
-    """Exposed, as are cp, ep, pp, z and dp. AxoNN's y and x count as tp."""
-    cp: float
-    ep: float
-    pp: float
-    z: float
-    dp: float
-    bubble: float
-    optimizer: float
-
-    @property
-    def exposed(self) -> float:
-        """All except compute, recomputation, bubble and optimizer."""
-        return self.tp + self.cp + self.ep + self.pp + self.z + self.dp
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.recompute + self.exposed + self.bubble + self.optimizer
 
 
 class Predictor:
@@ -148,6 +97,11 @@ class Predictor:
         self.job, self.overlap, self.reduce_bytes, self.regather = job, overlap, reduce_bytes, regather
         self.sums_whole, self.head_rows = sums_whole, head_rows
         self._layers: dict[tuple, LayerSeconds] = {}
+        self._of_dense: Predictor | None = None
+        """Of the layers without experts of a model that has some."""
+        if job.model.dense_layers:
+            dense = replace(job, model=job.model.dense)
+            self._of_dense = Predictor(dense, overlap, reduce_bytes, regather, sums_whole, head_rows)
         self._links: dict[tuple[int, int], Link] = {}
 
     def link(self, mesh: Mesh, axis: str, size: int) -> Link:
@@ -167,15 +121,26 @@ class Predictor:
         found = self._layers[key]
         again = self._again(mesh, found)
         if mesh.recompute != "full":
-            return replace(found, backward_input=found.backward_input + again)
+            return replace(found, backward_input=found.backward_input + again, again=again)
         return replace(
             found,
             backward_input=found.backward_input + again,
+            again=again,
             tp_backward=found.tp_backward + found.tp_forward,
             cp_backward=found.cp_backward + found.cp_forward,
             ep_backward=found.ep_backward + found.ep_forward,
             between_backward=found.between_backward + found.between_forward,
         )
+
+    def _stages(self, mesh: Mesh) -> list[LayerSeconds]:
+        """Returns the seconds of all layers of each rank of the pipeline."""
+        one, model = self.layer(mesh), self.job.model
+        ranks = list(zip(layers_by_rank(model, mesh), dense_by_rank(model, mesh), strict=True))
+        alike = {(count, dense): one.times(count - dense) for count, dense in ranks}
+        if self._of_dense is not None:
+            without = self._of_dense.layer(mesh)
+            alike = {key: found.beside(without.times(key[1])) for key, found in alike.items()}
+        return [alike[each] for each in ranks]
 
     def _again(self, mesh: Mesh, once: LayerSeconds) -> float:
         """Returns the seconds in which a layer's backward pass recomputes what was not kept. Selective
@@ -404,8 +369,7 @@ class Predictor:
         job, model, cluster = self.job, self.job.model, self.job.cluster
         micro_batches = mesh.micro_batches(job.batch)
         as_run = mesh.as_zero if mesh.is_axonn and self.sums_whole else mesh
-        one = self.layer(mesh)
-        counts = layers_by_rank(model, mesh)
+        stages = self._stages(mesh)
         last = last_stage_rank(mesh)
         tokens = mesh.micro_batch * job.seq / mesh.cp
         cut = mesh.tp * mesh.x * mesh.y
@@ -416,29 +380,25 @@ class Predictor:
         head_moved = 6 * tokens * model.vocab / (mesh.tp * mesh.x) / cluster.memory_bandwidth
 
         def forward_of(rank: int) -> float:
-            own = counts[rank] * (one.forward + one.waits_forward)
+            own = stages[rank].forward + stages[rank].waits_forward
             return own + (head + head_moved + head_sums if rank == last else 0.0)
 
         visits = [micro_batches * share for share in shares(mesh.pp, mesh.skip)]
         slowest = max(range(mesh.pp), key=lambda rank: visits[rank] * forward_of(rank))
         times = visits[slowest]
-        layers, has_head = counts[slowest], slowest == last
-        again = self._again(mesh, one)
-        base = one.backward_input - again
-        compute = layers * (one.forward + base + one.backward_weight)
+        held, has_head = stages[slowest], slowest == last
+        compute = held.forward + held.backward_input - held.again + held.backward_weight
         compute += (3 * head + 2 * head_moved) if has_head else 0.0
         compute += self._head_parts(mesh, tokens, head) if has_head else 0.0
         sums = self._sums(as_run, micro_batches)
         compute += sums
-        recompute = layers * again
-        tp = layers * (one.tp_forward + one.tp_backward) + (head_sums if has_head else 0.0)
-        ring = layers * (one.cp_forward + one.cp_backward)
-        ep = layers * (one.ep_forward + one.ep_backward)
-        pp_exposed, idle, whole = 0.0, 0.0, compute + recompute + tp + ring + ep
+        tp = held.tp_forward + held.tp_backward + (head_sums if has_head else 0.0)
+        ring, ep = held.cp_forward + held.cp_backward, held.ep_forward + held.ep_backward
+        pp_exposed, idle, whole = 0.0, 0.0, compute + held.again + tp + ring + ep
         if mesh.pp > 1:
             hop = send(2 * tokens * model.hidden / (mesh.tp * mesh.slices), self.link(mesh, "pp", 2))
             forward = forward_of(slowest)
-            weight = layers * one.backward_weight + (head if has_head else 0.0) + sums
+            weight = held.backward_weight + (head if has_head else 0.0) + sums
             if mesh.skip:
                 of_ranks = [forward_of(rank) for rank in range(mesh.pp)]
                 back = (whole - forward) / forward
@@ -447,19 +407,21 @@ class Predictor:
                 idle = bubble(mesh, micro_batches, forward, whole - forward - weight, weight)
             # The last of equal slices attends to most: (2 q - 1) / q^2 of attention in place of 1 / q.
             q = mesh.slices
-            idle += (mesh.pp - 1) * layers * one.attention * (q - 1) / q**2
+            idle += (mesh.pp - 1) * held.attention * (q - 1) / q**2
             idle *= cluster.core_share
             # Messages travel under other micro-batches; only those of the first and the last are exposed.
             pp_exposed = 2 * (mesh.pp - 1) * hop
             if mesh.kind == "zb-v" or mesh.virtual > 1:
                 pp_exposed *= 2 if mesh.kind == "zb-v" else mesh.virtual
-        dp, optimizer = self._reduction(as_run, micro_batches, one, layers, head if has_head else 0.0)
+        dp, optimizer = self._reduction(
+            as_run, micro_batches, held, layers_by_rank(model, mesh)[slowest], head if has_head else 0.0
+        )
         weights = times * ring if mesh.is_axonn else 0.0
         if as_run.zero == 3 and mesh.z > 1:
             dp, weights = 0.0, dp
         return StepSeconds(
             compute=times * compute,
-            recompute=times * recompute,
+            recompute=times * held.again,
             tp=times * tp,
             cp=0.0 if mesh.is_axonn else times * ring,
             ep=times * ep,
@@ -483,12 +445,13 @@ class Predictor:
 
     def _muon(self, mesh: Mesh) -> float:
         job, model = self.job, self.job.model
-        layers = layers_by_rank(model, mesh)[0]
-        of_layer = [
-            ORTHOGONAL_STEPS * (4.0 * n * n * k + 2.0 * n**3) for n, k in map(sorted, model.layer_shapes)
-        ]
-        work = max(layers * sum(of_layer) / (mesh.tp * mesh.shard), max(of_layer))
-        nbytes = 2.0 * layers * (model.layer_matrices - model.layer_experts) / mesh.tp
+        dense = dense_by_rank(model, mesh)[0]
+        layers = layers_by_rank(model, mesh)[0] - dense
+        of_layer = _orthogonal_flops(model)
+        of_all = layers * sum(of_layer) + (dense * sum(_orthogonal_flops(model.dense)) if dense else 0.0)
+        work = max(of_all / (mesh.tp * mesh.shard), max(of_layer))
+        matrices = layers * (model.layer_matrices - model.layer_experts)
+        nbytes = 2.0 * (matrices + dense * model.dense.layer_matrices) / mesh.tp
         over_shard = all_gather(nbytes, self.link(mesh, "shard", mesh.shard))
         # An expert's matrix travels only if several ranks share it.
         shared = 2.0 * layers * sum(split_experts(model, mesh)) * model.hidden * model.expert_ffn
@@ -503,11 +466,12 @@ class Predictor:
 
     def parameters(self, mesh: Mesh) -> float:
         """Returns the parameters of the pipeline's rank 0, before ZeRO cuts them."""
-        layers = layers_by_rank(self.job.model, mesh)[0]
+        model = self.job.model
+        layers, dense = layers_by_rank(model, mesh)[0], dense_by_rank(model, mesh)[0]
         first_is_last = last_stage_rank(mesh) == 0
         cut = mesh.tp * mesh.x * mesh.y * mesh.z
-        of_experts = layers * self.job.model.layer_experts
-        whole = sum(parameters_of_rank(self.job.model, cut, layers, True, first_is_last))
+        of_experts = (layers - dense) * model.layer_experts
+        whole = sum(parameters_of_rank(model, cut, layers, True, first_is_last, dense))
         return whole - of_experts / cut + of_experts / cut_of_experts(mesh)
 
     def exchanges(self, mesh: Mesh) -> list[DataParallelExchange]:
@@ -517,7 +481,8 @@ class Predictor:
         over = self.link(mesh, "shard", size), self.link(mesh, "replicate", mesh.replicate)
         parameters, travelling = self.parameters(mesh), self.gradient_bytes(mesh)
         model = self.job.model
-        experts = layers_by_rank(model, mesh)[0] * model.layer_experts / cut_of_experts(mesh)
+        layers = layers_by_rank(model, mesh)[0] - dense_by_rank(model, mesh)[0]
+        experts = layers * model.layer_experts / cut_of_experts(mesh)
         stacked = self.reduce_bytes * experts
         if not mesh.ep:
             return [DataParallelExchange(parameters, travelling, *over, stacked)]
@@ -585,14 +550,14 @@ class Predictor:
         )
 
     def _reduction(
-        self, mesh: Mesh, micro_batches: int, one: LayerSeconds, layers: int, head: float
+        self, mesh: Mesh, micro_batches: int, held: LayerSeconds, layers: int, head: float
     ) -> tuple[float, float]:
         """Returns the exposed seconds of gradients and weights over dp and cp, and the optimizer's seconds.
-        head: seconds of its GEMM if the rank has it."""
+        held: of all `layers` of the rank. head: seconds of its GEMM if the rank has it."""
         cluster, model = self.job.cluster, self.job.model
         parameters, exchanges = self.parameters(mesh), self.exchanges(mesh)
-        held = sum(each.parameters / (each.over.size if mesh.zero else 1) for each in exchanges)
-        optimizer = held * OPTIMIZER_BYTES[self.job.rounding] / cluster.memory_bandwidth
+        shards = sum(each.parameters / (each.over.size if mesh.zero else 1) for each in exchanges)
+        optimizer = shards * OPTIMIZER_BYTES[self.job.rounding] / cluster.memory_bandwidth
         if mesh.tau or mesh.dp * mesh.cp == 1:
             return 0.0, optimizer
         zero = mesh.zero if not mesh.is_axonn else 0
@@ -603,10 +568,10 @@ class Predictor:
             sum(each) for each in zip(*(self._served(exchange, zero) for exchange in exchanges), strict=True)
         )
         crosses = any(each.over.crosses for each in exchanges)
-        forward = head + layers * (one.forward + one.waits_forward)
-        backward = 2 * head + layers * (one.backward_input + one.backward_weight + one.waits_backward)
-        busy_forward = layers * one.between_forward if crosses else 0.0
-        busy_backward = layers * one.between_backward if crosses else 0.0
+        forward = head + held.forward + held.waits_forward
+        backward = 2 * head + held.backward_input + held.backward_weight + held.waits_backward
+        busy_forward = held.between_forward if crosses else 0.0
+        busy_backward = held.between_backward if crosses else 0.0
         window_forward, window_backward = max(0.0, forward - busy_forward), max(0.0, backward - busy_backward)
         if self.overlap == "none":
             window_forward = window_backward = own_gradients = own_weights = 0.0
@@ -644,3 +609,8 @@ class Predictor:
             # Weights return in the backward pass too, in its order: what is left then, is read first.
             return own + max(left(gradients + weights, window_backward), 2 * table), optimizer
         return own + times * left(gradients, window_backward) + left(weights, window_forward), optimizer
+
+
+def _orthogonal_flops(model: ModelShape) -> list[float]:
+    """Returns the operations in which Muon orthogonalizes each matrix of a layer."""
+    return [ORTHOGONAL_STEPS * (4.0 * n * n * k + 2.0 * n**3) for n, k in map(sorted, model.layer_shapes)]

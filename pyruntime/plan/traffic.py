@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from pyruntime.plan.communication import Link, all_gather, all_reduce
 from pyruntime.plan.mesh import Job, Mesh
+from pyruntime.plan.models import ModelShape
 from pyruntime.plan.overlap import exposed_of, linears
-from pyruntime.plan.pipelines import layers_by_rank
+from pyruntime.plan.pipelines import dense_by_rank, layers_by_rank
 from pyruntime.plan.step import Predictor
 
 
@@ -20,8 +21,7 @@ def _bytes_over(size: int, crosses: bool = False) -> Link:
 def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
     """Returns bytes by axis: tp, ep if experts lie over a group of their own, cp, pp (for a rank with
     neighbours on both sides), `gradients` and `weights` of data parallelism over dp and cp ranks, and sums
-    over `replicas`. element: bytes of an activation, a
-    weight and a gradient.
+    over `replicas`. element: bytes of an activation, a weight and a gradient.
 
     tp and cp count the pipeline's rank with most layers, data parallelism its first rank. cp is an upper
     bound: keys that no query sees do not travel; sums of key gradients are fp32. If ZeRO cuts nothing,
@@ -37,11 +37,13 @@ def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
         return _bytes_of_grid(job, mesh, element)
     predictor = Predictor(job, sums_whole=True)
     model, scale = job.model, element / 2
-    micro_batches, layers = mesh.micro_batches(job.batch), max(layers_by_rank(model, mesh))
+    micro_batches, counts = mesh.micro_batches(job.batch), layers_by_rank(model, mesh)
+    layers = max(counts)
+    dense = dense_by_rank(model, mesh)[counts.index(layers)]
     tokens = mesh.micro_batch * job.seq / mesh.cp
     passes = 2 if mesh.recompute == "full" else 1
 
-    def of_linears(axis: str, size: int, *, experts: bool) -> float:
+    def of_linears(model: ModelShape, axis: str, size: int, *, experts: bool) -> float:
         """Returns the bytes of a layer's linears whose rows travel over the axis."""
         over = _bytes_over(size, predictor.link(mesh, axis, size).crosses)
         wanted = [each for each in linears(model) if (each.alone is not None and mesh.ep > 0) == experts]
@@ -62,9 +64,14 @@ def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
         of_replicas["replicas"] += scale * all_reduce(each.gradients / shard.size, replicas)
     of_experts = {}
     if mesh.ep:
-        of_experts["ep"] = scale * micro_batches * layers * of_linears("ep", mesh.ep, experts=True)
+        of_experts["ep"] = (
+            scale * micro_batches * (layers - dense) * of_linears(model, "ep", mesh.ep, experts=True)
+        )
+    of_tp = (layers - dense) * of_linears(model, "tp", mesh.tp, experts=False)
+    if dense:
+        of_tp += dense * of_linears(model.dense, "tp", mesh.tp, experts=False)
     return {
-        "tp": scale * micro_batches * layers * of_linears("tp", mesh.tp, experts=False),
+        "tp": scale * micro_batches * of_tp,
         **of_experts,
         "cp": micro_batches * layers * keys * (element * (passes + 1) + 4),
         "pp": scale * 2 * 2 * stages * stream * micro_batches if mesh.pp > 1 else 0.0,

@@ -15,7 +15,8 @@ from pyruntime.plan.measured import PROCESS_BYTES
 from pyruntime.plan.memory import Memory, Rules, worst_memory
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import Adapters, ModelShape
-from pyruntime.plan.step import Predictor, StepSeconds
+from pyruntime.plan.seconds import StepSeconds
+from pyruntime.plan.step import Predictor
 from pyruntime.train.config import DataParallel, RunConfig
 
 if TYPE_CHECKING:  # the planner by itself does not import the model
