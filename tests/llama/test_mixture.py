@@ -15,11 +15,13 @@ from pyruntime.llama.rope_scaling import RopeScaling
 from pyruntime.llama.stage import layers_of_stages
 from pyruntime.llama.tensor_shards import ROUTER_BIAS
 from pyruntime.nn import RouterLosses
-from pyruntime.plan.cluster import Cluster
+from pyruntime.plan.cluster import Cluster, find_cluster
 from pyruntime.plan.memory import memory_of_rank
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import LatentAttention
-from pyruntime.plan.pipelines import layers_by_rank
+from pyruntime.plan.pipelines import dense_by_rank, layers_by_rank
+from pyruntime.plan.step import Predictor
+from pyruntime.plan.traffic import bytes_of_step
 from pyruntime.train.planned import of_llama
 from tests.llama.cases import full_gradients, full_tensors
 
@@ -194,8 +196,46 @@ def test_the_planner_counts_the_same(config):
     assert planned.step_flops(1000, 64) == pytest.approx(1000 * config.flops_per_token(64), rel=1e-5)
     for stages in (1, 2, 3):
         by_stage = [len(run) for run in layers_of_stages(config, stages)]
-        assert list(layers_by_rank(planned, Mesh(pp=stages, kind="1f1b"))) == by_stage
+        mesh = Mesh(pp=stages, kind="1f1b")
+        assert list(layers_by_rank(planned, mesh)) == by_stage
+        without = [
+            sum(not config.mixture.has(layer) for layer in run) if config.mixture else 0
+            for run in layers_of_stages(config, stages)
+        ]
+        assert list(dense_by_rank(planned, mesh)) == without
     assert [tp for tp in range(1, 9) if planned.fits_tp(tp)] == [tp for tp in range(1, 9) if fits(config, tp)]
+
+
+def test_layers_without_experts_are_predicted_apart():
+    """Seconds, bytes and parameters of a rank are those of its layers of both kinds."""
+    config = PRESETS["deepseek-v3"]
+    model = dataclasses.replace(of_llama("a model", config), layers=4)
+    cluster = find_cluster("dgx-h100")
+
+    def step(dense, mesh, recompute="none"):
+        job = Job(dataclasses.replace(model, dense_layers=dense), cluster, 16, 16, 4096)
+        predictor, mesh = Predictor(job, sums_whole=True), dataclasses.replace(mesh, recompute=recompute)
+        seconds, memory = predictor.step(mesh), memory_of_rank(job, mesh, 0)
+        moved = bytes_of_step(job, mesh)
+        found = [seconds.compute, seconds.recompute, seconds.optimizer, predictor.parameters(mesh)]
+        return [
+            *found,
+            memory.weights,
+            memory.activations,
+            *(moved[axis] for axis in ("tp", "ep", "weights")),
+        ]
+
+    for mesh in (Mesh(tp=2, dp=8, ep=8, zero=1), Mesh(tp=2, dp=8, ep=4, zero=3)):
+        for recompute in ("none", "selective"):
+            none, one, two, three = (step(dense, mesh, recompute) for dense in range(4))
+            differences = [b - a for a, b in zip(none, one, strict=True)]
+            assert differences[3] < 0  # a network has fewer parameters than experts
+            for found, times in ((two, 2), (three, 3)):
+                expected = [a + times * each for a, each in zip(none, differences, strict=True)]
+                assert found == pytest.approx(expected, rel=1e-9)
+    whole = dataclasses.replace(model, dense_layers=3)
+    one_rank = Predictor(Job(whole, cluster, 1, 1, 64), sums_whole=True).parameters(Mesh())
+    assert one_rank == whole.parameters
 
 
 def fits(config, tp):
