@@ -35,7 +35,8 @@ class LayerReport:
     requested tier, the one that runs at this shape, and why not a faster one.
     strict: what strict=True would refuse, "" where nothing. placements: of operands and results over the
     ranks, as `pyruntime.ops.conversions` writes them; "P > S(0)" is converted. moved: bytes that all ranks
-    together receive for that; 0 for a layer that shares its operator with one above."""
+    together receive for that; 0 for a layer that shares its operator with one above. A head has a line for
+    the loss that read its own logits last; a loss that is called on logits without their head has none."""
 
     name: str
     when: str
@@ -138,13 +139,11 @@ def explain(model: nn.Module) -> Report:
 
 
 def _line(name: str, layer: Layer, use: OpUse, shares: bool) -> LayerReport:
-    asked = tier = "collective"
-    reason, refused = "a table look-up has no GEMM to hide a collective under", ""
-    if not isinstance(layer, VocabParallelEmbedding):
-        asked, tier, reason = layer.tier, "-", "has not run yet"
-        if layer.last_rows:
-            tier, reason = tier_of(layer, use)
-            refused = strict_refusal(asked, tier)
+    asked = "collective" if use.collective else layer.tier
+    tier, reason, refused = "-", "has not run yet", ""
+    if use.collective or layer.last_rows:
+        tier, reason = tier_of(layer, use)
+        refused = strict_refusal(asked, tier)
     group = use.group or layer.group
     return LayerReport(
         name=name or layer.label,

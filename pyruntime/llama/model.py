@@ -56,13 +56,13 @@ from pyruntime.nn import (
     RMSNorm,
     RouterLosses,
     VocabParallelEmbedding,
-    vocab_parallel_cross_entropy,
 )
-from pyruntime.nn.chunked_head import chunk_rows, linear_cross_entropy, linear_token_losses
+from pyruntime.nn.chunked_head import chunk_rows, linear_token_losses
 from pyruntime.nn.cut import CutTensor
 from pyruntime.nn.gather import gather_features
+from pyruntime.nn.head_loss import loss_of_input, losses_of_logits
 from pyruntime.nn.low_rank import LoRA
-from pyruntime.nn.module import ParallelModule, Step
+from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.norm import Normed
 from pyruntime.nn.parameters import Group, TensorGroup, shard_bounds
 
@@ -272,12 +272,15 @@ class Llama(nn.Module):
         if self.context is not None:
             count = self.context.sum(count.double().view(1))[0] / self.context.size
         count = count.clamp(min=1 if self.context is None else 1 / self.context.size).float()
-        options = {**self._loss_options, "z_loss": self.z_loss if self.training else 0.0}
+        options: dict[str, Any] = {
+            "ignore_index": IGNORE_INDEX,
+            "z_loss": self.z_loss if self.training else 0.0,
+        }
         if rows := self._rows_of_chunk(len(labels), x):
             weights = count.reciprocal().expand(len(labels))
-            return self._chunked_loss(x, labels, {**options, "token_weights": weights, "chunk_rows": rows})
+            return loss_of_input(self.head, x, labels, token_weights=weights, chunk_rows=rows, **options)
         logits = self.head(x, len(labels))
-        losses = vocab_parallel_cross_entropy(logits, labels, self.group, overwrite_logits=True, **options)
+        losses = losses_of_logits(self.head, logits, labels, overwrite_logits=True, **options)
         return losses.sum() / count
 
     def weighed_loss(self, x: Tensor, labels: Tensor, weigh: Callable[[Tensor], Tensor]) -> Tensor:
@@ -286,25 +289,18 @@ class Llama(nn.Module):
 
         Where the loss is computed by chunks, the head runs twice: for the losses, then for their sum.
         """
-        labels, options = self.in_rows(labels), self._loss_options
+        labels = self.in_rows(labels)
+        options: dict[str, Any] = {"ignore_index": IGNORE_INDEX}
         if rows := self._rows_of_chunk(len(labels), x):
-            of_chunks = {**options, "chunk_rows": rows}
-            losses = self._by_chunks(linear_token_losses, x, labels, of_chunks)
+            options["chunk_rows"] = rows
+            losses = loss_of_input(self.head, x, labels, compute=linear_token_losses, **options)
             weights = weigh(losses)
             if not torch.is_grad_enabled():
                 return (losses * weights).sum()
-            return self._chunked_loss(x, labels, {**of_chunks, "token_weights": weights})
+            return loss_of_input(self.head, x, labels, token_weights=weights, **options)
         logits = self.head(x, len(labels))
-        losses = vocab_parallel_cross_entropy(logits, labels, self.group, overwrite_logits=True, **options)
+        losses = losses_of_logits(self.head, logits, labels, overwrite_logits=True, **options)
         return (losses * weigh(losses.detach())).sum()
-
-    @property
-    def _loss_options(self) -> dict[str, Any]:
-        return {
-            "vocab_start": self.head.vocab_start,
-            "vocab_size": self.config.vocab_size,
-            "ignore_index": IGNORE_INDEX,
-        }
 
     def _rows_of_chunk(self, rows: int, x: Tensor) -> int:
         """Returns how many rows' logits are in memory at once for a loss of so many rows of x; 0: all."""
@@ -317,20 +313,6 @@ class Llama(nn.Module):
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Gathers this rank's logits [..., V_r] into those of the whole vocabulary, on every rank."""
         return gather_features(logits, self.group, self.config.vocab_size, shares=self.cuts.vocabulary)
-
-    def _chunked_loss(self, x: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
-        return self._by_chunks(linear_cross_entropy, x, labels, options)
-
-    def _by_chunks(
-        self, of_head: Callable[..., Tensor], x: Tensor, labels: Tensor, options: dict[str, Any]
-    ) -> Tensor:
-        head = self.head
-
-        def take() -> Tensor:
-            head.note(len(labels), True)
-            return of_head(x, head.weight, labels, self.group, tier=head.tier, wire=head.wire, **options)
-
-        return head(Step(take))
 
     def hidden(
         self,

@@ -114,8 +114,12 @@ class VocabParallelEmbedding(ParallelModule):
 
     def op_uses(self) -> list[OpUse]:
         """The collective of the forward pass, and that of its backward pass."""
-        op, sizes = "reduce_scatter" if self.last_cut_rows else "all_reduce", self.weight.shape
-        return [OpUse("forward", op, *sizes), OpUse("backward", f"{op}_backward", *sizes)]
+        op, (n, k) = "reduce_scatter" if self.last_cut_rows else "all_reduce", self.weight.shape
+        why = "a table look-up has no GEMM to hide a collective under"
+        return [
+            OpUse(when, f"{op}{suffix}", n, k, collective=why)
+            for when, suffix in (("forward", ""), ("backward", "_backward"))
+        ]
 
     def extra_repr(self) -> str:
         return (

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -237,7 +237,7 @@ class ParallelLinear(ParallelModule):
         per shape). features: the out_features of the op, those of other layers too; 0: only this layer's."""
         if is_compiling():
             return
-        self.__dict__.update(last_rows=rows, last_cut_rows=cut_rows, last_features=features)
+        self.__dict__.update(last_rows=rows, last_cut_rows=cut_rows, last_features=features, last_loss="")
         if self.strict and rows not in self._accepted_rows and refuse_slow_tier(self):
             self._accepted_rows.add(rows)
 
@@ -274,6 +274,7 @@ class ColumnParallelLinear(ParallelLinear):
     ):
         super().__init__(in_features, out_features, bias, cut=(0, 0), group=group, **options)
         self.gather_output, self.keep_gathered = gather_output, keep_gathered
+        self.last_loss: Literal["", "whole", "by chunks"] = ""
 
     def compute(self, x: Tensor, rows: int | None = None) -> Tensor:
         self.check_width(x, self._width)
@@ -334,7 +335,15 @@ class ColumnParallelLinear(ParallelLinear):
         uses = [OpUse("forward", op, n, k, travels=cut_rows), OpUse("backward", f"{op}_backward", n, k)]
         if self.group.y is not None:
             uses.append(OpUse("forward", "matmul_all_reduce", n, k, group=self.group.y))
+        if self.last_loss:
+            why = "three numbers for each row travel; by chunks of rows, while the next ones are multiplied"
+            uses.append(OpUse("forward", "cross_entropy", n, k, collective=why))
         return uses
+
+    def note_loss(self, form: Literal["whole", "by chunks"]) -> None:
+        """Records for explain() that the last call's logits went into a cross-entropy: all of them at once,
+        or some rows at a time, whose gathered x is kept."""
+        self.__dict__["last_loss"] = form
 
     @property
     def vocab_start(self) -> int:

@@ -23,7 +23,7 @@ class Operand:
     converted: str = ""
     width: str = ""
     """The features that its rows hold, if it is converted: the operator's n or k features, or of experts the
-    ids and weights ("routes") or the weights alone."""
+    ids and weights ("routes") or the weights alone, of a loss the terms of all ranks."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.placement}" + (f" > {self.converted}" if self.converted else "")
@@ -57,9 +57,18 @@ SIGNATURES: dict[str, tuple[Operand, ...]] = {
         Operand("dX", "P", "S(0)", "k"),
         Operand("dweights", "P", "S(0)", "weights"),
     ),
+    # A rank has its terms of each row's maximum, sum of exponentials and label's logit. Every rank gets all
+    # ranks' terms, stacked, and takes the maximum and the sums itself: one exchange in place of three.
+    "cross_entropy": (
+        Operand("logits", "S(1)"),
+        Operand("max", "P(max)"),
+        Operand("sums", "P"),
+        Operand("terms", "S(0)", "B", "terms"),
+        Operand("loss", "B"),
+    ),
 }
 """By operator. W is stored [out, in] features, a table [ids, features], experts [experts, ...]; routes are
-the ids and weights of a row's experts."""
+the ids and weights of a row's experts; terms [ranks, rows, 3]."""
 WHOLE_ROWS: dict[str, tuple[Operand, ...]] = {
     "experts": (
         Operand("X", "B"),
@@ -90,13 +99,14 @@ def bytes_moved(layer: ParallelModule, use: OpUse) -> int:
     """Returns the bytes that all ranks together receive in this operator, as of the layer's last call; rows
     that travel rounded count as they are in memory."""
     ranks, rows, item = (use.group or layer.group).size, layer.last_rows, layer.weight.dtype.itemsize
-    of_route = max(4, item)  # routes are at least fp32
+    of_route = max(4, item)  # routes and terms are at least fp32
     routes = rows * getattr(layer, "last_per_token", 0)
     sizes = {
         "n": (rows * use.n, item),
         "k": (rows * use.k, item),
         "routes": (2 * routes, of_route),
         "weights": (routes, of_route),
+        "terms": (3 * rows * ranks, of_route),
     }
     return sum(
         nbytes * moved(value.placement, value.converted, elements, ranks)
@@ -107,6 +117,8 @@ def bytes_moved(layer: ParallelModule, use: OpUse) -> int:
 
 
 def _keeps_gathered(layer: ParallelModule, use: OpUse) -> bool:
+    if getattr(layer, "last_loss", "") == "by chunks":
+        return True
     keeps, group = getattr(layer, "keep_gathered", None), use.group or layer.group
     if keeps is not None or not layer.last_rows or group.size == 1:
         return bool(keeps)

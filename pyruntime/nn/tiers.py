@@ -25,6 +25,7 @@ class OpUse:
     k: int
     travels: bool = True  # False: this pass needs nothing from the other ranks
     group: TensorGroup | None = None  # None: the layer's group, or its first axis
+    collective: str = ""  # why it is a collective alone, which has no tier; "": it is fused with a GEMM
 
 
 def check_tier(tier: str) -> str:
@@ -35,7 +36,9 @@ def check_tier(tier: str) -> str:
 
 def tier_of(layer: ParallelModule, use: OpUse) -> tuple[str, str]:
     """Asks the core for (tier, why not a faster one) at the rows of the layer's last call. The tier is
-    "local" where nothing travels, and "auto" before the group's first op."""
+    "local" where nothing travels, "collective" where no GEMM is fused, "auto" before the group's first op."""
+    if use.collective:
+        return "collective", use.collective
     if not use.travels:
         return "local", "the operand is whole on every rank, so nothing travels"
     group = use.group or layer.group
@@ -57,7 +60,7 @@ def tier_of(layer: ParallelModule, use: OpUse) -> tuple[str, str]:
 def strict_refusal(asked: str, tier: str) -> str:
     """Says why strict mode refuses `tier` where `asked` was requested; "" where it accepts. "auto" must not
     end in "unfused", and a tier requested by name must be the one that runs."""
-    if tier in (asked, "local") or (asked == "auto" and tier != "unfused"):
+    if tier in (asked, "local", "collective") or (asked == "auto" and tier != "unfused"):
         return ""
     return f"asked for {asked}, runs {tier}"
 

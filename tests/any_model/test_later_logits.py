@@ -30,7 +30,7 @@ def by_chunks():
     """Chunks of four rows, of however few logits; and logits of all rows are an error."""
     return (
         mock.patch.multiple(chunked_head, LEAST_LOGITS=0, CHUNK_ROWS=4),
-        mock.patch.object(causal_loss, "vocab_parallel_cross_entropy", side_effect=AssertionError("whole")),
+        mock.patch.object(causal_loss, "losses_of_logits", side_effect=AssertionError("whole")),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 import pyruntime
 from pyruntime.nn import ColumnParallelLinear, ParallelExperts, RowParallelLinear, VocabParallelEmbedding
+from pyruntime.nn.head_loss import loss_of_input, losses_of_logits
 from pyruntime.ops.conversions import convert, linear_ways, moved
 from tests.transports import on_transport, take
 
@@ -188,3 +189,52 @@ def test_explain_says_what_experts_move(ranks, transport, n):
             if sequence_parallel:
                 wanted = "X S(0) > B, routes S(0) > B, W S(0), Y P > S(0)"
             assert wanted in found[0][2]
+
+
+class HeadNet(torch.nn.Module):
+    def __init__(self, group, sequence_parallel, words, dtype):
+        super().__init__()
+        options = {"group": group, "sequence_parallel": sequence_parallel, "dtype": dtype}
+        self.embed = VocabParallelEmbedding(words, 8, **options)
+        self.head = ColumnParallelLinear(8, words, **options)
+
+    def forward(self, ids, chunk_rows):
+        x = self.embed(ids)
+        if not chunk_rows:
+            return losses_of_logits(self.head, self.head(x), ids, ignore_index=3).sum()
+        return loss_of_input(self.head, x, ids, ignore_index=3, chunk_rows=chunk_rows)
+
+
+def explained_head(group, transport, sequence_parallel, rows, dtype, chunk_rows):
+    """What explain() says moves in each line, what this rank's ledger counted, and lines without a loss."""
+    take(group, transport)
+    net = HeadNet(group, sequence_parallel, 27, dtype)
+    ids = torch.arange(rows) % 27
+    for _ in range(2):
+        with pyruntime.ledger() as ledger:
+            net(ids, chunk_rows).backward()
+    report = pyruntime.explain(net)
+    said = {(row.name, row.when, row.op): row.moved for row in report.rows}
+    counted = sum(axis.bytes_read for axis in ledger.account().axes.values())
+    with torch.no_grad():
+        net.head(net.embed(ids))
+    without = [row.op for row in pyruntime.explain(net).rows if row.name == "head"]
+    return said, counted, str(report), without
+
+
+@pytest.mark.parametrize("transport", ["symmetric_memory", "process_group"])
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.second_tier(but=["4-symmetric_memory"])
+def test_explain_says_what_a_loss_moves(ranks, transport, n):
+    """Three numbers of each row from every rank to every other; by chunks, rows of x are gathered once."""
+    for sequence_parallel, chunk_rows in ((True, 0), (False, 0), (True, 5)):
+        for rows, dtype in ((24, torch.float32), (13, torch.bfloat16), (5, torch.float64)):
+            case = (transport, sequence_parallel, rows, dtype, chunk_rows)
+            found = ranks.run(explained_head, n, *case)
+            said, _, text, without = found[0]
+            assert sum(said.values()) == sum(counted for _, counted, _, _ in found), case
+            numbers = max(4, torch.finfo(dtype).bits // 8)
+            assert said["head", "forward", "cross_entropy"] == n * (n - 1) * rows * 3 * numbers
+            assert "logits S(1), max P(max), sums P, terms S(0) > B, loss B" in text
+            assert not chunk_rows or "dY S(1), X B, dX P > S(0)" in text
+            assert len(without) == 2 and "cross_entropy" not in without

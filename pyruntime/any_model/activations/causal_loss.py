@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from pyruntime.any_model.activations.later_logits import HeadInput
 from pyruntime.any_model.comparing import asked
-from pyruntime.nn.cross_entropy import vocab_parallel_cross_entropy
+from pyruntime.nn.head_loss import losses_of_logits
 from pyruntime.nn.linear import ColumnParallelLinear
 
 _OWN = "tp_own_logits"
@@ -97,14 +97,7 @@ class CausalLoss:
         count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         if isinstance(own, HeadInput):
             return own.loss(targets, count, ignore_index)
-        losses = vocab_parallel_cross_entropy(
-            own.flatten(0, -2),
-            targets,
-            head.group,
-            vocab_start=head.vocab_start,
-            vocab_size=vocab_size,
-            ignore_index=ignore_index,
-        )
+        losses = losses_of_logits(head, own.flatten(0, -2), targets, ignore_index=ignore_index)
         return losses.sum().float() / count
 
 

@@ -20,9 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from pyruntime.any_model.activations.row_shard import RowGroup, RowShard, cut_rows, to_rows
 from pyruntime.any_model.activations.shared_input import products
 from pyruntime.any_model.activations.when_read import GatheredWhenRead
-from pyruntime.nn.chunked_head import chunk_rows, linear_cross_entropy
+from pyruntime.nn.chunked_head import chunk_rows
 from pyruntime.nn.cut import as_plain
 from pyruntime.nn.gather import gather_features
+from pyruntime.nn.head_loss import loss_of_input
 from pyruntime.nn.linear import ColumnParallelLinear
 from pyruntime.nn.parameters import own_of, ranges_of
 
@@ -88,20 +89,14 @@ class HeadInput:
         head, x = self.head, self.x
         precise = torch.float64 if x.dtype == torch.float64 else torch.float32
         rows = to_rows(x if isinstance(x, RowShard) else cut_rows(x, RowGroup(head.group)))
-        with as_plain():
-            found = linear_cross_entropy(
-                rows,
-                head.weight,
-                targets,
-                head.group,
-                vocab_start=head.vocab_start,
-                vocab_size=head.out_features,
-                ignore_index=ignore_index,
-                token_weights=torch.ones(len(targets), dtype=precise, device=targets.device) / count,
-                chunk_rows=rows_of_chunk(head, x),
-                tier=head.tier,
-                wire=head.wire,
-            )
+        found = loss_of_input(
+            head,
+            rows,
+            targets,
+            ignore_index=ignore_index,
+            token_weights=torch.ones(len(targets), dtype=precise, device=targets.device) / count,
+            chunk_rows=rows_of_chunk(head, x),
+        )
         if found.requires_grad:
             found.register_hook(self._pass)
         return found
