@@ -25,6 +25,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pyruntime.comm.all_to_all import AllToAll
 from pyruntime.comm.groups import Group, group_name, group_rank, group_size
@@ -54,6 +55,8 @@ def convert(x: Tensor, source: str, target: str, group: Group, *, size: int | No
     ends with P(max) have no gradient.
 
     Raises ValueError for what is no placement, or does not divide."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(convert, (x,), x, source, target, group, size=size)
     ranks, rank = group_size(group), group_rank(group)
     kinds = _kind(source), _kind(target)
     if source == target or ranks == 1:

@@ -1,0 +1,425 @@
+"""Follows the placements of tensors through functions of torch (see compositions.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from pyruntime.nn.parameters import TensorGroup
+from pyruntime.nn.signatures import SIGNATURES
+from pyruntime.ops.conversions import convert, moved
+from pyruntime.ops.placements import PlacementError
+
+_LINEAR = {
+    "clone",
+    "contiguous",
+    "detach",
+    "to",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "type_as",
+    "neg",
+    "data",
+}
+_LINEAR |= {"add", "radd", "iadd", "sub", "rsub", "isub", "expand", "expand_as", "chunk", "split", "narrow"}
+_SCALED = {"mul", "rmul", "imul", "div", "truediv", "true_divide", "itruediv"}
+_ELEMENTWISE = {
+    *("abs", "relu", "gelu", "silu", "tanh", "sigmoid", "exp", "log", "sqrt", "rsqrt", "square", "pow"),
+    *("reciprocal", "rtruediv", "softplus", "elu", "leaky_relu", "mish", "dropout", "clamp", "where"),
+    *("masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not"),
+    *("maximum", "minimum", "sin", "cos", "erf", "log1p", "expm1", "swiglu", "zeros_like", "ones_like"),
+}
+_PACKED = {"chunk", "split", "narrow", "cat", "swiglu"}
+_VIEWS = {"view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze"}
+_SUMS, _MAXIMA = {"sum"}, {"amax"}
+_WHOLE = {
+    *("mean", "softmax", "log_softmax", "logsumexp", "norm", "vector_norm", "var", "std", "var_mean"),
+    *("argmax", "argmin", "max", "min", "amin", "prod", "cumsum", "sort", "topk", "normalize", "median"),
+}
+"""Functions that need all elements along their dimension."""
+_NORMS = {"layer_norm": 0, "rms_norm": 0, "add_rms_norm": 0}
+_PRODUCTS = {"linear", "matmul", "mm", "bmm"}
+_TRANSPOSES = {"transpose", "swapaxes", "permute", "movedim", "t", "mT", "T"}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A placement, and for S(d) the size of the whole tensor along d."""
+
+    placement: str
+    whole: int = 0
+
+    @classmethod
+    def of(cls, placement: str, own: Tensor, ranks: int) -> Self:
+        """That of a rank's part `own`, if all parts are equal. Raises ValueError for what is no placement."""
+        moved(placement, placement, 0, ranks)
+        dim = int(placement[2]) if placement[0] == "S" else None
+        return cls(placement, 0 if dim is None else own.shape[dim] * ranks)
+
+    @property
+    def dim(self) -> int | None:
+        return int(self.placement[2:-1]) if self.placement[0] == "S" else None
+
+    def along(self, dim: int, whole: int | None = None) -> Placed:
+        return Placed(f"S({dim})", self.whole if whole is None else whole)
+
+
+_B = Placed("B")
+
+
+def at_dim(placement: str, dims: int, rows: int) -> str:
+    """Returns a placement of a signature, whose tensors are [rows, features], for a tensor of so many
+    dimensions whose rows are the dimension `rows`."""
+    at = {"S(0)": f"S({rows % dims})", "S(1)": f"S({dims - 1})"}
+    return at.get(placement, placement)
+
+
+class Followed(TorchFunctionMode):
+    """The placements of tensors over a group, while code runs within this context. A tensor that nothing has
+    marked is B. unknown: functions that it could not follow, as "MODULE: FUNCTION"."""
+
+    def __init__(self, group: TensorGroup) -> None:
+        super().__init__()
+        self._group = group
+        self._found = WeakTensorKeyDictionary()
+        self._modules: list[str] = []
+        self.unknown: list[str] = []
+
+    def enter(self, module: str) -> None:
+        self._modules.append(module or "the model")
+
+    def leave(self) -> None:
+        self._modules.pop()
+
+    def mark(self, tensor: Tensor, placed: Placed | None) -> None:
+        self._found[tensor] = placed
+
+    def of(self, tensor: Tensor) -> Placed | None:
+        """None: something that could not be followed made it."""
+        return self._found.get(tensor, _B)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is convert:
+            return self._converted(*args, **kwargs)
+        operands = list(_tensors([*args, *kwargs.values()]))
+        found = [self.of(each) for each in operands]
+        name = _name(func)
+        is_ours = str(getattr(func, "_qualified_op_name", "")).startswith("pyruntime::")
+        placed: Any = _B
+        if is_ours and self._group.name in args:
+            placed = self._of_ours(name, args, operands, found)
+        elif any(each is None for each in found):
+            placed = None
+        elif any(each != _B for each in found):
+            placed = self._of_torch(name, args, kwargs, operands, found)
+        result = func(*args, **kwargs)
+        results = [each for each in _tensors([result]) if each.dim() >= 0]
+        if placed is _UNKNOWN and results:
+            self.unknown.append(f"{self._module}: {name}")
+        for each in results:
+            self.mark(each, None if placed is _UNKNOWN else self._viewed(placed, args, each, name))
+        return result
+
+    @property
+    def _module(self) -> str:
+        return self._modules[-1] if self._modules else "the model"
+
+    def refuse(self, name: str, needs: str, x: Tensor, found: Placed, advice: str = "") -> NoReturn:
+        if not advice:
+            change = f"convert(x, {found.placement!r}, {needs.split()[0]!r}, group)"
+            advice = f"{change} of pyruntime.ops.conversions makes it so"
+        raise PlacementError(
+            f"{self._module}: {name} needs {needs}, but gets {found.placement}, {list(x.shape)} on this "
+            f"rank; {advice}."
+        )
+
+    def _converted(self, x: Tensor, source: str, target: str, group: Any, *, size: int | None = None):
+        """The result of convert(), of which only the shape is computed."""
+        found = self.of(x)
+        if found is not None and found.placement != source:
+            self.refuse("convert", f"{source} as its source", x, found, f"name {found.placement!r} there")
+        ranks, rank, shape = self._group.size, self._group.rank, list(x.shape)
+        whole = found or Placed.of(source, x, ranks)
+        if whole.dim is not None:
+            shape[whole.dim] = size or whole.whole
+        made = Placed.of(target, x, ranks)
+        if made.dim is not None:
+            size = shape[made.dim]
+            shape[made.dim] = size // ranks + (rank < size % ranks)
+            made = Placed(target, size)
+        y = x.new_empty(shape)
+        self.mark(y, made)
+        return y
+
+    def _of_ours(
+        self, name: str, args: Sequence[Any], operands: list[Tensor], found: list[Placed | None]
+    ) -> Any:
+        """Returns the placement that a communicating operator gives."""
+        x, of_x = operands[0], found[0]
+        if name == "replicate_grad":
+            return of_x
+        dim = args[2] % x.dim() if name in ("all_gather", "reduce_scatter") else 0
+        needs, gives = {
+            "all_gather": (f"S({dim})", "B"),
+            "reduce_scatter": ("P", f"S({dim})"),
+            "all_reduce": ("P", "B"),
+            "all_gather_stats": (None, "B"),  # stacked terms, of which every rank has all
+            "cross_entropy_loss": (f"S({x.dim() - 1})", "B"),
+            "linear_cross_entropy": ("S(0)", "B"),
+        }.get(name, (None, None))
+        if name in SIGNATURES and gives is None:
+            first, *_, last = SIGNATURES[name]
+            rows = args[4] if name in ("all_gather_matmul", "matmul_reduce_scatter") else 0
+            needs = at_dim(first.placement, x.dim(), rows)
+            gives = at_dim(last.converted or last.placement, x.dim(), rows)
+        if gives is None:
+            return _UNKNOWN
+        if needs and of_x is not None and of_x.placement != needs:
+            self.refuse(name, needs, x, of_x)
+        return Placed(gives, 0)
+
+    def _of_torch(
+        self, name: str, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Tensor], found: list[Any]
+    ) -> Any:
+        x, of_x = operands[0], found[0]
+        if name == "cross_entropy_stats":
+            return self._statistics(x, of_x)
+        if name == "cross_entropy_loss":  # of torch, or ours with statistics of all ranks
+            return self._loss(args, operands, found)
+        if name in _SUMS | _MAXIMA | _WHOLE | set(_NORMS):
+            return self._reduced(name, x, of_x, args, kwargs)
+        if name == "scaled_dot_product_attention":
+            for each, placed in zip(operands[:3], found[:3], strict=True):
+                if placed.dim is not None and placed.dim >= each.dim() - 2:
+                    self.refuse(name, "whole rows and features of each head", each, placed, _GATHER)
+            return self._alike(name, operands[:3], found[:3])
+        if name == "cross_entropy":
+            return self._loss(args, operands, found)
+        if name == "apply_rope_qkv" and of_x.dim == x.dim() - 1:
+            return Placed("S(1)")  # heads
+        if name == "embedding" and found[1] == _B:
+            return of_x
+        if name in _PRODUCTS:
+            return self._product(name, operands, found)
+        if name in _TRANSPOSES:
+            return of_x if of_x.dim is None else _transposed(name, x, of_x, args)
+        if name in _VIEWS or name == "getitem":
+            return of_x
+        if name in ("cat", "stack"):
+            placed = self._alike(name, operands, found)
+            return placed if name == "cat" or placed.dim is None else _UNKNOWN
+        if name in _LINEAR | _SCALED | _ELEMENTWISE:
+            return self._elementwise(name, args, operands, found)
+        return _UNKNOWN
+
+    def _statistics(self, logits: Tensor, placed: Placed) -> Placed:
+        if placed.placement != f"S({logits.dim() - 1})":
+            self.refuse("cross_entropy_stats", f"S({logits.dim() - 1})", logits, placed)
+        return Placed("P(max) and P")  # a term of a maximum, and two of sums
+
+    def _loss(self, args: Sequence[Any], operands: list[Tensor], found: list[Placed]) -> Any:
+        logits, placed = operands[0], found[0]
+        last = logits.dim() - 1
+        if len(operands) > 2 and found[2] == _B and placed.dim == last:
+            return _B  # ours: every rank has all ranks' statistics
+        if placed.dim == (1 if logits.dim() > 1 else 0) or placed.dim == last:
+            self.refuse("cross_entropy", "B along the vocabulary", logits, placed, _LOSS)
+        if placed.dim is None:
+            self.refuse("cross_entropy", "B", logits, placed)
+        return _UNKNOWN
+
+    def _reduced(
+        self, name: str, x: Tensor, placed: Placed, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """The result of a reduction, or of a function that needs all of some dimensions."""
+        if placed == _B:  # with a weight that is not
+            return _UNKNOWN
+        if placed.dim is None:
+            if (name, placed.placement) in (("sum", "P"), ("amax", "P(max)")):
+                return placed
+            self.refuse(name, "B", x, placed)
+        dims = _dims_of(name, x, args, kwargs)
+        if placed.dim in dims:
+            if name in _SUMS:
+                return Placed("P")
+            if name in _MAXIMA:
+                return Placed("P(max)")
+            needs = f"all of dimension {placed.dim}"
+            self.refuse(name, needs, x, placed, _LOSS if "max" in name or "logsum" in name else _GATHER)
+        keeps = kwargs.get("keepdim") or (len(args) > 2 and args[2] is True)
+        if keeps or name not in _SUMS | _MAXIMA | {"mean", "logsumexp", "norm", "vector_norm", "var", "std"}:
+            return placed if name not in ("argmax", "argmin", "max", "min", "median") else _UNKNOWN
+        return placed.along(placed.dim - sum(dim < placed.dim for dim in dims))
+
+    def _product(self, name: str, operands: list[Tensor], found: list[Placed]) -> Any:
+        x, weight, *_ = operands
+        of_x, of_w, *of_bias = found
+        contracted = weight.dim() - 1 if name == "linear" else max(weight.dim() - 2, 0)
+        last = x.dim() - 1
+        if of_x.placement == "P" and of_w == _B and not of_bias:
+            return of_x
+        if of_x.dim == last and of_w.dim == contracted and not of_bias:
+            return Placed("P")
+        if of_x == _B and of_w.dim == (0 if name == "linear" else weight.dim() - 1) != contracted:
+            return of_w.along(last)
+        if of_x.dim is None and of_x != _B:
+            self.refuse(name, "S or B", x, of_x, f"convert(x, {of_x.placement!r}, 'B', group) takes it")
+        if of_x.dim == last:
+            self.refuse(name, "B or rows, with a weight that is B", x, of_x, _GATHER)
+        if of_w == _B:
+            return of_x
+        if of_x.dim == of_w.dim and x.dim() == weight.dim() and of_x.dim < last - 1:  # heads of both
+            return of_x
+        return _UNKNOWN
+
+    def _elementwise(
+        self, name: str, args: Sequence[Any], operands: list[Tensor], found: list[Placed]
+    ) -> Any:
+        terms = [
+            (each, placed)
+            for each, placed in zip(operands, found, strict=True)
+            if placed.dim is None and placed != _B
+        ]
+        if not terms:
+            return self._alike(name, operands, found)
+        x, of_x = terms[0]
+        is_sum = of_x.placement == "P"
+        together = len(terms) == len(found) and all(placed == of_x for placed in found)
+        numbers = any(isinstance(each, int | float) and not isinstance(each, bool) for each in args[1:])
+        moves = name in _LINEAR and together and not (name[-3:] in ("add", "sub") and numbers)
+        adds = is_sum or name not in ("add", "radd", "iadd", "sub", "rsub", "isub", "neg")
+        if moves and adds:
+            return of_x
+        scales = name in _SCALED and len(terms) == 1 and all(placed in (of_x, _B) for placed in found)
+        if is_sum and scales and (name.endswith("mul") or found[0] == of_x):
+            return of_x
+        if not is_sum and name == "maximum" and together:
+            return of_x
+        kind = "a sum" if is_sum else "a maximum"
+        advice = (
+            f"it is each rank's term of {kind}; convert(x, {of_x.placement!r}, 'B', group) takes {kind} first"
+        )
+        self.refuse(name, "B or S", x, of_x, advice)
+
+    def _alike(self, name: str, operands: list[Tensor], found: list[Placed]) -> Any:
+        """The common placement of operands that are broadcast together."""
+        cut = [(each, placed) for each, placed in zip(operands, found, strict=True) if placed.dim is not None]
+        if not cut:
+            return _B
+        x, of_x = max(cut, key=lambda pair: pair[0].dim())
+        assert of_x.dim is not None
+        from_last = of_x.dim - x.dim()
+        for each, placed in zip(operands, found, strict=True):
+            is_one = each.dim() < -from_last or each.shape[from_last] == 1
+            is_like = placed.dim is not None and placed.dim - each.dim() == from_last
+            if not (is_like or (placed == _B and is_one)):
+                needed = f"S({each.dim() + from_last})" if each.dim() >= -from_last else "B"
+                beside = f"beside {list(x.shape)} {of_x.placement}"
+                self.refuse(name, f"{needed} {beside}", each, placed)
+        dims = max(each.dim() for each in operands)
+        return of_x.along(dims + from_last)
+
+    def _viewed(self, placed: Placed | None, args: Sequence[Any], y: Tensor, name: str) -> Placed | None:
+        """The placement of y, where views may have moved the dimension that is cut."""
+        if placed is None or placed.dim is None:
+            return placed
+        if not placed.whole:  # of an operator: as all ranks hold equal parts
+            return placed.along(placed.dim, y.shape[placed.dim] * self._group.size)
+        if name not in _VIEWS:
+            return self._sliced(placed, args[0], y) if name == "getitem" else _parts(placed, args, y, name)
+        x = args[0]
+        if name == "unsqueeze":
+            return placed.along(placed.dim + (args[1] % y.dim() <= placed.dim))
+        before, size = math.prod(x.shape[: placed.dim]), x.shape[placed.dim]
+        # What is cut stays in the dimension before which there are as many elements.
+        dims = [
+            dim
+            for dim, new in enumerate(y.shape)
+            if math.prod(y.shape[:dim]) == before and size and placed.whole * new % size == 0
+        ]
+        if len(dims) > 1:  # beside dimensions of one element; "-1" is the number that differs between ranks
+            dims = [dim for dim in dims if dim == _open_dim(name, x, args)]
+        if not dims:
+            self.unknown.append(f"{self._module}: {name}")
+            return None
+        return placed.along(dims[0], placed.whole * y.shape[dims[0]] // size)
+
+    def _sliced(self, placed: Placed, x: Tensor, y: Tensor) -> Placed | None:
+        """The placement of x[...], if no dimension has gone or come before the one that is cut."""
+        dim = placed.dim
+        if dim is not None and y.dim() >= x.dim() and y.shape[: dim + 1] == x.shape[: dim + 1]:
+            return placed
+        self.unknown.append(f"{self._module}: getitem")
+        return None
+
+
+def _parts(placed: Placed, args: Sequence[Any], y: Tensor, name: str) -> Placed:
+    """That of a part of a packed tensor, or of several that are packed."""
+    dim, x = placed.dim, next(_tensors(args))
+    if dim is None or name not in _PACKED:
+        return placed
+    return placed.along(dim, placed.whole * y.shape[dim] // max(1, x.shape[dim]))
+
+
+_UNKNOWN = object()
+_GATHER = "set gather_output=True at the layer before it, or put it behind a row-parallel linear"
+_LOSS = "use vocab_parallel_cross_entropy for a loss, or set gather_output=True at the layer before it"
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return name.strip("_")
+
+
+def _dims_of(name: str, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> set[int]:
+    """The dimensions over which a function takes a sum, a maximum or a norm."""
+    if name == "layer_norm" or (name == "rms_norm" and isinstance(args[1], list | tuple | torch.Size)):
+        shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
+        return set(range(x.dim() - len(shape), x.dim()))
+    if name in _NORMS:
+        return {x.dim() - 1}
+    at = 2 if name in ("norm", "vector_norm", "topk", "normalize") else 1
+    default = {"topk": -1, "sort": -1, "normalize": 1}.get(name)
+    dims = kwargs.get("dim", args[at] if len(args) > at and not isinstance(args[at], bool) else default)
+    if dims is None:
+        return set(range(x.dim()))
+    return {each % x.dim() for each in (dims if isinstance(dims, list | tuple) else [dims])}
+
+
+def _open_dim(name: str, x: Tensor, args: Sequence[Any]) -> int | None:
+    """The dimension of a view whose size was given as -1."""
+    sizes = args[2] if name == "unflatten" else args[1:]
+    sizes = sizes[0] if sizes and isinstance(sizes[0], list | tuple) else sizes
+    first = args[1] % x.dim() if name == "unflatten" else 0
+    return first + sizes.index(-1) if -1 in sizes else None
+
+
+def _transposed(name: str, x: Tensor, placed: Placed, args: Sequence[Any]) -> Placed:
+    order = torch.arange(x.dim())
+    if name in ("t", "mT", "T"):
+        order = order.flip(0) if name == "T" else torch.cat([order[:-2], order[-2:].flip(0)])
+    else:
+        with torch._C.DisableTorchFunction():
+            shape = torch.empty([1 + dim for dim in range(x.dim())], device="meta")
+            order = torch.tensor(list(getattr(torch.Tensor, name)(shape, *args[1:]).shape), device="cpu") - 1
+    return placed.along(order.tolist().index(placed.dim))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
