@@ -17,19 +17,7 @@ from pyruntime.nn.signatures import SIGNATURES
 from pyruntime.ops.conversions import convert, moved
 from pyruntime.ops.placements import PlacementError
 
-_LINEAR = {
-    "clone",
-    "contiguous",
-    "detach",
-    "to",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "type_as",
-    "neg",
-    "data",
-}
+_LINEAR = {"clone", "contiguous", "detach", "data", "to", "float", "double", "half", "bfloat16", "neg"}
 _LINEAR |= {"add", "radd", "iadd", "sub", "rsub", "isub", "expand", "expand_as", "chunk", "split", "narrow"}
 _SCALED = {"mul", "rmul", "imul", "div", "truediv", "true_divide", "itruediv"}
 _ELEMENTWISE = {
@@ -46,7 +34,7 @@ _WHOLE = {
     *("argmax", "argmin", "max", "min", "amin", "prod", "cumsum", "sort", "topk", "normalize", "median"),
 }
 """Functions that need all elements along their dimension."""
-_NORMS = {"layer_norm": 0, "rms_norm": 0, "add_rms_norm": 0}
+_NORMS = {"layer_norm", "rms_norm", "add_rms_norm"}
 _PRODUCTS = {"linear", "matmul", "mm", "bmm"}
 _TRANSPOSES = {"transpose", "swapaxes", "permute", "movedim", "t", "mT", "T"}
 
@@ -123,7 +111,7 @@ class Followed(TorchFunctionMode):
         elif any(each != _B for each in found):
             placed = self._of_torch(name, args, kwargs, operands, found)
         result = func(*args, **kwargs)
-        results = [each for each in _tensors([result]) if each.dim() >= 0]
+        results = list(_tensors([result]))
         if placed is _UNKNOWN and results:
             self.unknown.append(f"{self._module}: {name}")
         for each in results:
@@ -194,17 +182,15 @@ class Followed(TorchFunctionMode):
         x, of_x = operands[0], found[0]
         if name == "cross_entropy_stats":
             return self._statistics(x, of_x)
-        if name == "cross_entropy_loss":  # of torch, or ours with statistics of all ranks
-            return self._loss(args, operands, found)
-        if name in _SUMS | _MAXIMA | _WHOLE | set(_NORMS):
+        if name in ("cross_entropy", "cross_entropy_loss"):  # torch's, ours
+            return self._loss(name, operands, found)
+        if name in _SUMS | _MAXIMA | _WHOLE | _NORMS:
             return self._reduced(name, x, of_x, args, kwargs)
         if name == "scaled_dot_product_attention":
             for each, placed in zip(operands[:3], found[:3], strict=True):
                 if placed.dim is not None and placed.dim >= each.dim() - 2:
                     self.refuse(name, "whole rows and features of each head", each, placed, _GATHER)
             return self._alike(name, operands[:3], found[:3])
-        if name == "cross_entropy":
-            return self._loss(args, operands, found)
         if name == "apply_rope_qkv" and of_x.dim == x.dim() - 1:
             return Placed("S(1)")  # heads
         if name == "embedding" and found[1] == _B:
@@ -227,15 +213,15 @@ class Followed(TorchFunctionMode):
             self.refuse("cross_entropy_stats", f"S({logits.dim() - 1})", logits, placed)
         return Placed("P(max) and P")  # a term of a maximum, and two of sums
 
-    def _loss(self, args: Sequence[Any], operands: list[Tensor], found: list[Placed]) -> Any:
+    def _loss(self, name: str, operands: list[Tensor], found: list[Placed]) -> Any:
         logits, placed = operands[0], found[0]
         last = logits.dim() - 1
-        if len(operands) > 2 and found[2] == _B and placed.dim == last:
-            return _B  # ours: every rank has all ranks' statistics
+        if name == "cross_entropy_loss" and found[2] == _B and placed.dim == last:
+            return _B  # every rank has all ranks' statistics
         if placed.dim == (1 if logits.dim() > 1 else 0) or placed.dim == last:
-            self.refuse("cross_entropy", "B along the vocabulary", logits, placed, _LOSS)
+            self.refuse(name, "B along the vocabulary", logits, placed, _LOSS)
         if placed.dim is None:
-            self.refuse("cross_entropy", "B", logits, placed)
+            self.refuse(name, "B", logits, placed)
         return _UNKNOWN
 
     def _reduced(
@@ -254,8 +240,9 @@ class Followed(TorchFunctionMode):
                 return Placed("P")
             if name in _MAXIMA:
                 return Placed("P(max)")
-            needs = f"all of dimension {placed.dim}"
-            self.refuse(name, needs, x, placed, _LOSS if "max" in name or "logsum" in name else _GATHER)
+            is_loss = name in ("softmax", "log_softmax", "logsumexp")
+            advice = "" if placed.dim < x.dim() - 1 else _LOSS if is_loss else _GATHER
+            self.refuse(name, f"B along dimension {placed.dim}", x, placed, advice)
         keeps = kwargs.get("keepdim") or (len(args) > 2 and args[2] is True)
         if keeps or name not in _SUMS | _MAXIMA | {"mean", "logsumexp", "norm", "vector_norm", "var", "std"}:
             return placed if name not in ("argmax", "argmin", "max", "min", "median") else _UNKNOWN
@@ -273,7 +260,7 @@ class Followed(TorchFunctionMode):
         if of_x == _B and of_w.dim == (0 if name == "linear" else weight.dim() - 1) != contracted:
             return of_w.along(last)
         if of_x.dim is None and of_x != _B:
-            self.refuse(name, "S or B", x, of_x, f"convert(x, {of_x.placement!r}, 'B', group) takes it")
+            self._refuse_term(name, x, of_x)
         if of_x.dim == last:
             self.refuse(name, "B or rows, with a weight that is B", x, of_x, _GATHER)
         if of_w == _B:
@@ -292,7 +279,7 @@ class Followed(TorchFunctionMode):
         ]
         if not terms:
             return self._alike(name, operands, found)
-        x, of_x = terms[0]
+        of_x = terms[0][1]
         is_sum = of_x.placement == "P"
         together = len(terms) == len(found) and all(placed == of_x for placed in found)
         numbers = any(isinstance(each, int | float) and not isinstance(each, bool) for each in args[1:])
@@ -305,15 +292,22 @@ class Followed(TorchFunctionMode):
             return of_x
         if not is_sum and name == "maximum" and together:
             return of_x
-        kind = "a sum" if is_sum else "a maximum"
-        advice = (
-            f"it is each rank's term of {kind}; convert(x, {of_x.placement!r}, 'B', group) takes {kind} first"
-        )
-        self.refuse(name, "B or S", x, of_x, advice)
+        self._refuse_term(name, *terms[0])
+
+    def _refuse_term(self, name: str, x: Tensor, found: Placed) -> NoReturn:
+        kind = "a sum" if found.placement == "P" else "a maximum"
+        change = f"convert(x, {found.placement!r}, 'B', group)"
+        advice = f"it is each rank's term of {kind}; {change} takes {kind} first"
+        self.refuse(name, "B or S", x, found, advice)
 
     def _alike(self, name: str, operands: list[Tensor], found: list[Placed]) -> Any:
         """The common placement of operands that are broadcast together."""
-        cut = [(each, placed) for each, placed in zip(operands, found, strict=True) if placed.dim is not None]
+        cut = []
+        for each, placed in zip(operands, found, strict=True):
+            if placed.dim is not None:
+                cut.append((each, placed))
+            elif placed != _B:
+                self._refuse_term(name, each, placed)
         if not cut:
             return _B
         x, of_x = max(cut, key=lambda pair: pair[0].dim())
@@ -338,7 +332,7 @@ class Followed(TorchFunctionMode):
         if name not in _VIEWS:
             return self._sliced(placed, args[0], y) if name == "getitem" else _parts(placed, args, y, name)
         x = args[0]
-        if name == "unsqueeze":
+        if name == "unsqueeze" and len(args) > 1:
             return placed.along(placed.dim + (args[1] % y.dim() <= placed.dim))
         before, size = math.prod(x.shape[: placed.dim]), x.shape[placed.dim]
         # What is cut stays in the dimension before which there are as many elements.
@@ -400,6 +394,8 @@ def _dims_of(name: str, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 def _open_dim(name: str, x: Tensor, args: Sequence[Any]) -> int | None:
     """The dimension of a view whose size was given as -1."""
+    if name not in ("view", "reshape", "unflatten"):
+        return None
     sizes = args[2] if name == "unflatten" else args[1:]
     sizes = sizes[0] if sizes and isinstance(sizes[0], list | tuple) else sizes
     first = args[1] % x.dim() if name == "unflatten" else 0

@@ -153,6 +153,22 @@ class ColumnAfterColumn(Model):
         return self.up(h)
 
 
+class MaximumMultiplied(OwnLoss):
+    def loss(self, x, ids):
+        return self.logits(x, ids).amax(1)[None] @ torch.ones(len(ids), 2)
+
+
+class MaximaAndSums(OwnLoss):
+    def loss(self, x, ids):
+        logits = self.logits(x, ids)
+        return torch.stack([logits.amax(1), logits.sum(1)])
+
+
+class MeanOfOwnRows(Model):
+    def loss(self, x, ids):
+        return x.mean(0)
+
+
 class WholeBesideOwn(Model):
     def __init__(self, group):
         super().__init__(group)
@@ -167,14 +183,17 @@ REFUSED = {
     MaximumAsSum: r"the model: convert needs P as its source, but gets P\(max\).*name 'P\(max\)' there",
     MaximumUsed: r"the model: getitem|sub needs B or S, but gets P\(max\).*term of a maximum",
     SumUsed: r"the model: log needs B or S, but gets P, .*convert\(x, 'P', 'B', group\) takes a sum first",
-    NormOfOwnFeatures: r"inner: layer_norm needs all of dimension 1, but gets S\(1\), \[13, \d+\]",
-    MeanOfOwnFeatures: r"the model: mean needs all of dimension 1, but gets S\(1\).*gather_output=True",
-    SoftmaxOfOwnWords: r"softmax needs all of dimension 1, but gets S\(1\).*vocab_parallel_cross_entropy",
+    NormOfOwnFeatures: r"inner: layer_norm needs B along dimension 1, but gets S\(1\), \[13, \d+\]",
+    MeanOfOwnFeatures: r"the model: mean needs B along dimension 1, but gets S\(1\).*gather_output=True",
+    SoftmaxOfOwnWords: r"softmax needs B along dimension 1, but gets S\(1\).*vocab_parallel_cross_entropy",
     TorchsLoss: r"cross_entropy needs B along the vocabulary, but gets S\(1\).*vocab_parallel_cross_entropy",
     WholeInput: r"down \(RowParallelLinear\) needs X S\(1\), but gets B, \[13, 16\].*leave out gather_output",
     WholeRowsIn: r"qkv \(Merged\w+\) needs X S\(0\), but gets B, \[13, 8\].*sequence_parallel=False at it",
     OwnRowsIn: r"qkv \(Merged\w+\) needs X B, but gets S\(0\), \[\d+, 8\].*sequence_parallel=True at it",
     ColumnAfterColumn: r"up \(Column\w+\) needs X S\(0\), but gets S\(1\).*put a row-parallel linear between",
+    MaximumMultiplied: r"the model: matmul needs B or S, but gets P\(max\), .*takes a maximum first",
+    MaximaAndSums: r"the model: stack needs B or S, but gets P\(max\), .*takes a maximum first",
+    MeanOfOwnRows: r"the model: mean needs B along dimension 0, but gets S\(0\).*convert\(x, 'S\(0\)', 'B'",
     WholeBesideOwn: r"the model: mul needs S\(0\) beside \[13, \d+\] S\(1\), but gets B, \[\d+\]",
 }
 
