@@ -169,6 +169,9 @@ class Schedule:
     """Actions of each rank, in order."""
     paths: tuple[tuple[int, ...], ...] = ()
     """The stages that each micro-batch visits, in order; empty: all stages."""
+    replicas: int = 1
+    """Stages that follow each other and hold the same layers, for all stages alike; a path visits one of
+    them. Stage number s * replicas + r is then replica r of stage s."""
 
     @functools.cached_property
     def route(self) -> Route:
@@ -177,6 +180,10 @@ class Schedule:
     def path(self, micro_batch: int) -> Sequence[int]:
         """Returns the stages that the micro-batch visits, in order."""
         return self.paths[micro_batch] if self.paths else range(self.stages)
+
+    def column(self, replica: int) -> range:
+        """Returns the stages that are replica number `replica`; without replicas, all."""
+        return range(replica, self.stages, self.replicas)
 
     def visits(self, stage: int) -> int:
         """Returns how many micro-batches visit `stage`."""

@@ -48,7 +48,8 @@ class Pipeline:
         schedule: a schedule for as many ranks as `group` has.
         stages: this rank's stages, by number. A stage is called with the output of the stage that the
             micro-batch visited before, the first one with the inputs of `step`; where sequences are sliced,
-            also with a `Carry`.
+            also with a `Carry`. Where the schedule has replicas, their gradients must be summed, as
+            `gradients` does.
         group: the pipeline's ranks, in the schedule's order.
         shapes: shapes of the tensors that travel between stages for a micro-batch, one for each slice; all
             with the same last dimension.
@@ -107,12 +108,20 @@ class Pipeline:
             for action in actions
             if action.kind.is_send
         ]
-        edges += [ends for ends in pairwise(schedule.placement) if ends[0] != ends[1]]  # of `evaluate`
+        for replica in range(schedule.replicas):  # of `evaluate`
+            ranks = [schedule.placement[stage] for stage in schedule.column(replica)]
+            edges += [ends for ends in pairwise(ranks) if ends[0] != ends[1]]
         self._channels = Channels(group, "pp", edges, most, self._shapes[0][-1], dtype, device, wire)
         self._gradients = gradients
         self._actions = schedule.actions[self._rank]
         self._last_gemms = _last_of_stages(self._actions, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         self._last_passes = _last_of_stages(self._actions, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        if schedule.replicas > 1:
+            # A gradient that leaves waits for the other replicas, which may wait, through other stages, for
+            # what this rank sends after the pass. Only the first stage sends nothing then.
+            self._last_passes = frozenset(
+                each for each in self._last_passes if schedule.route.before(each.stage, each.micro_batch) is None
+            )
         self._taker = AddedToGrad() if gradients is None else gradients
         self._weights = WeightGradients(stages.values(), self._taker)
 
@@ -129,7 +138,8 @@ class Pipeline:
         """Runs forward and backward of all micro-batches; adds to `.grad`, or to the `gradients` handle.
 
         inputs: by micro-batch and slice, on the rank of the first stage. loss: on the rank of the last stage.
-        options: on every rank, keyword arguments for all stages, by micro-batch; empty: none.
+        options: on every rank, keyword arguments for all stages, by micro-batch; empty: none. Inputs and
+        options of micro-batches that do not come to this rank are not read.
         Returns the detached losses by micro-batch and slice on the rank of the last stage, elsewhere [].
 
         Raises ValueError if inputs, loss or options that this rank's stages need are missing, or if a stage
@@ -147,21 +157,25 @@ class Pipeline:
         options: Options = (),
     ) -> list[list[Tensor]]:
         """Runs only forward passes, through all stages, for as many micro-batches as `inputs` has (the same
-        number on every rank; 1 for None), in order. shapes: shapes of these tensors if smaller than the
-        pipeline's. The rest is as in `step`."""
+        number on every rank; 1 for None), in order. Replicas of one number are a pipeline of their own, with
+        their own micro-batches. shapes: shapes of these tensors if smaller than the pipeline's. The rest is
+        as in `step`."""
         micro_batches = 1 if inputs is None else len(inputs)
-        actions = self._forwards(micro_batches)
-        run = _StepState(shapes or self._shapes, options, Route(self.schedule.placement))
+        column = self.schedule.column(min(self._stages) % self.schedule.replicas)
+        paths = [tuple(column)] * micro_batches
+        actions = self._forwards(micro_batches, column, paths)
+        run = _StepState(shapes or self._shapes, options, Route(self.schedule.placement, paths))
         return self._run(actions, micro_batches, run, inputs, loss)
 
-    def _forwards(self, micro_batches: int) -> Sequence[Action]:
-        """Returns this rank's actions without backward passes."""
+    def _forwards(self, micro_batches: int, column: range, paths: Sequence[Sequence[int]]) -> Sequence[Action]:
+        """Returns this rank's actions without backward passes, through the stages of `column`."""
         slices = list(product(range(micro_batches), range(self.schedule.slices)))
+        owned = [set(self.schedule.stages_of(rank)) for rank in range(self.schedule.ranks)]
         computes = [
-            [Action(Kind.FORWARD, stage, *one) for one in slices for stage in self.schedule.stages_of(rank)]
-            for rank in range(self.schedule.ranks)
+            [Action(Kind.FORWARD, stage, *one) for one in slices for stage in column if stage in own]
+            for own in owned
         ]
-        return with_transfers(computes, self.schedule.placement)[self._rank]
+        return with_transfers(computes, self.schedule.placement, paths)[self._rank]
 
     def _run(
         self, actions: Sequence[Action], micro_batches: int, run: _StepState, inputs: Any, loss: Loss | None
@@ -169,7 +183,7 @@ class Pipeline:
         if self._is_broken:
             raise RuntimeError("An earlier step of this pipeline ended in an error; make a new Pipeline.")
         try:
-            self._check_given(micro_batches, inputs, loss, run.options)
+            self._check_given(actions, micro_batches, run, inputs, loss)
         except ValueError:
             self._channels.note_failed_pass()
             raise
@@ -195,17 +209,21 @@ class Pipeline:
                 f"{action.micro_batch}, of its pipeline ended by {type(error).__name__}: {first_line(error)}."
             )
 
-    def _check_given(self, micro_batches: int, inputs: Any, loss: Loss | None, options: Options) -> None:
-        slices = self.schedule.slices
-        if 0 in self._stages:
+    def _check_given(
+        self, actions: Sequence[Action], micro_batches: int, run: _StepState, inputs: Any, loss: Loss | None
+    ) -> None:
+        slices, options = self.schedule.slices, run.options
+        forwards = [each for each in actions if each.kind is Kind.FORWARD]
+        begun = {each.micro_batch for each in forwards if run.route.before(each.stage, each.micro_batch) is None}
+        if begun:
             found = None if inputs is None else [len(each) for each in inputs]
-            if found != [slices] * micro_batches:
+            if not found or len(found) != micro_batches or any(found[each] != slices for each in begun):
                 raise ValueError(
                     f"Rank {self._rank} has stage 0, which takes inputs of {micro_batches} micro-batches of "
                     f"{slices} slice(s), as inputs[micro_batch][slice]; found {found and len(found)} "
                     f"micro-batches of {found and sorted(set(found))} slices."
                 )
-        if self.schedule.stages - 1 in self._stages and loss is None:
+        if loss is None and any(run.route.after(each.stage, each.micro_batch) is None for each in forwards):
             raise ValueError(
                 f"Rank {self._rank} has the last stage and needs loss=; pass the loss of that stage's output."
             )
@@ -245,7 +263,8 @@ class Pipeline:
 
     def _forward(self, action: Action, run: _StepState, inputs: Any, loss: Loss | None, losses: list) -> None:
         stage, micro_batch, part = key = (action.stage, action.micro_batch, action.slice)
-        x = inputs[micro_batch][part] if stage == 0 else run.inputs.pop(key).requires_grad_()
+        is_first = run.route.before(stage, micro_batch) is None
+        x = inputs[micro_batch][part] if is_first else run.inputs.pop(key).requires_grad_()
         carries = [run.carry(stage, micro_batch).begin(part)] if self.schedule.slices > 1 else []
         y = self._stages[stage](x, *carries, **(run.options[micro_batch] if run.options else {}))
         after = run.route.after(stage, micro_batch)
@@ -259,7 +278,7 @@ class Pipeline:
                 run.inputs[after, micro_batch, part] = y.detach()
             else:
                 run.outgoing[action.as_kind(Kind.SEND_ACTIVATION)] = y.detach()
-        run.done[key] = (x if stage > 0 else None, y)
+        run.done[key] = (None if is_first else x, y)
 
     def _backward(self, action: Action, run: _StepState) -> None:
         stage, micro_batch, part = key = (action.stage, action.micro_batch, action.slice)
@@ -283,7 +302,7 @@ class Pipeline:
             return
         gradient, x.grad = x.grad, None
         before = run.route.before(stage, micro_batch)
-        assert before is not None  # only stage 0 has no input to differentiate
+        assert before is not None  # only a first stage has no input to differentiate
         if self.schedule.placement[before] == self._rank:
             run.gradients[before, micro_batch, part] = gradient
         else:

@@ -2,8 +2,9 @@
 
 Sources: GPipe arXiv 1811.06965; 1F1B and interleaved 1F1B arXiv 2104.04473 (Megatron-LM); ZB-H1
 arXiv 2401.10241 (zero bubble); ZB-V arXiv 2405.15362 (V schedules); TeraPipe arXiv 2102.07988; Seq1F1B
-arXiv 2406.03488; SkipPipe arXiv 2502.19913. In all but TeraPipe and SkipPipe a stage adds the weight
-gradients of the micro-batches in ascending order, so their sums are the same to the last bit.
+arXiv 2406.03488; SkipPipe arXiv 2502.19913; SWARM arXiv 2301.11913. In all but TeraPipe, SkipPipe and SWARM a
+stage adds the weight gradients of the micro-batches in ascending order, so their sums are the same to the
+last bit.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from itertools import product
 
 from pyruntime.choices import SLICED_KINDS, PipelineKind, values
 from pyruntime.pipeline.actions import Action, Kind, Schedule, check_units, with_transfers
+from pyruntime.pipeline.list_schedule import list_schedule
+from pyruntime.pipeline.routing import Speeds, by_stage, costs_of_replicas, routes
 from pyruntime.pipeline.simulated import Costs, simulate
-from pyruntime.pipeline.skipping import best_paths, check_skip, list_schedule
+from pyruntime.pipeline.skipping import best_paths, check_skip
 from pyruntime.pipeline.v_schedule import zb_v
+from pyruntime.pipeline.validate import ScheduleError, check
 
 KINDS = values(PipelineKind)
 
@@ -29,6 +33,7 @@ def make_schedule(
     virtual: int = 1,
     slices: int = 1,
     skip: int = 0,
+    speeds: Sequence[float] = (),
     costs: Costs | None = None,
 ) -> Schedule:
     """Returns the schedule `kind`, one of KINDS, for one step of `micro_batches` over `ranks` ranks.
@@ -38,12 +43,19 @@ def make_schedule(
     slices: parts that each sequence is cut into, for "terapipe" and "seq1f1b". Slices go backward from last
     to first, because the gradients of a slice's keys and values come from the slices after it.
     skip: stages that every micro-batch leaves out, for "1f1b" (`pyruntime.pipeline.skipping`); rank r then
-    stores at most ranks - r micro-batches, as without. costs: seconds of the stages, for which the order is
-    the best that was found; None: all the same, and a backward twice a forward.
+    stores at most ranks - r micro-batches, as without.
+    speeds: for "1f1b", relative speeds of the replicas of every stage, first those of the first stage; the
+    micro-batches are those of all replicas, and the schedule is for `ranks` times their number of ranks
+    (`pyruntime.pipeline.routing`), each of which stores at most `ranks` micro-batches more than without.
+    costs: seconds of the stages, with speeds those at speed 1, for which the order of skip and speeds is the
+    best that was found; None: all the same, and a backward twice a forward.
 
     Raises ValueError for an unknown kind and for numbers that the kind has no schedule for.
     """
     placement = placement_of(kind, ranks, micro_batches, virtual=virtual, slices=slices, skip=skip)
+    if speeds:
+        _check_routed(kind, skip, speeds)
+        return _routed(by_stage(speeds, ranks), micro_batches, costs or Costs())
     if skip:
         return _skipping(placement, micro_batches, skip, costs or Costs())
     match kind:
@@ -78,6 +90,41 @@ def _skipping(placement: tuple[int, ...], micro_batches: int, skip: int, costs: 
             "leave it at 0."
         )
     return Schedule("1f1b", micro_batches, 1, placement, with_transfers(computes, placement, paths), paths)
+
+
+def _check_routed(kind: str, skip: int, speeds: Sequence[float]) -> None:
+    if kind != "1f1b" or skip:
+        asked = f"skip={skip}" if skip else kind
+        raise ValueError(
+            f"{asked} takes micro-batches through fixed ranks, so speeds={list(speeds)} are not possible; leave "
+            "them out, or use 1f1b without skip."
+        )
+
+
+def _routed(speeds: Speeds, micro_batches: int, costs: Costs) -> Schedule:
+    """Returns the shortest schedule, of several the one that stores least: a replica that waits for others
+    needs micro-batches in store."""
+    stages, replicas = len(speeds), len(speeds[0])
+    placement, paths = tuple(range(stages * replicas)), routes(speeds, micro_batches)
+    of_places = costs_of_replicas(costs, speeds)
+    found: list[tuple[float, int, Schedule]] = []
+    for more in range(stages + 1):
+        most_stored = [stages - rank // replicas + more for rank in placement]
+        made = list_schedule(placement, paths, of_places, most_stored)
+        assert made is not None, "stages in ascending order do not wait for each other in a circle"
+        actions = with_transfers(made[0], placement, paths)
+        schedule = Schedule("1f1b", micro_batches, 1, placement, actions, paths, replicas)
+        try:
+            check(schedule)
+        except ScheduleError:  # more messages would be under way than channels hold
+            continue
+        found.append((made[1], more, schedule))
+    if not found:
+        raise ValueError(
+            f"speeds={[list(each) for each in speeds]} have no schedule of {micro_batches} micro-batches in "
+            "which channels between ranks hold all messages; use fewer stages or fewer micro-batches."
+        )
+    return min(found, key=lambda each: each[:2])[2]
 
 
 def placement_of(

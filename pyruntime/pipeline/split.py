@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TypeAlias
@@ -77,7 +78,7 @@ def least_largest(per_unit: Sequence[float], rest: Sequence[float], fewest: int,
     """Returns the units n[r] of each rank or stage, layers or micro-batches, that minimize the largest
     rest[r] + n[r] * per_unit[r].
 
-    Each unit goes to the rank that has the fewest seconds with it. This is optimal. Suppose another
+    Each unit goes to the rank that has the fewest seconds with it (`deal`). This is optimal. Suppose another
     assignment has a smaller maximum M. Here some rank r exceeds M, so n[r] is larger than there; then some
     rank s holds fewer units than there. With one more s would stay within M, so r's last unit would have
     gone to s.
@@ -87,11 +88,24 @@ def least_largest(per_unit: Sequence[float], rest: Sequence[float], fewest: int,
     """
     if fewest * len(per_unit) > units:
         raise ValueError(f"{units} layers do not give {fewest} to each of {len(per_unit)} stages.")
-    counts = [fewest] * len(per_unit)
-    for _ in range(units - sum(counts)):
+    first = [rest_s + fewest * unit_s for rest_s, unit_s in zip(rest, per_unit, strict=True)]
+    given = Counter(deal(per_unit, units - fewest * len(per_unit), first))
+    return [fewest + given[rank] for rank in range(len(per_unit))]
+
+
+def deal(per_unit: Sequence[float], units: int, rest: Sequence[float] = ()) -> list[int]:
+    """Returns the rank that each unit goes to, in turn: the one that has the fewest seconds with it, of
+    several the first.
+
+    per_unit: seconds for a unit. rest: seconds of each rank before; empty: none.
+    """
+    rest = rest or [0.0] * len(per_unit)
+    counts, dealt = [0] * len(per_unit), []
+    for _ in range(units):
         with_one_more = [
             rest_s + (count + 1) * unit_s
             for rest_s, count, unit_s in zip(rest, counts, per_unit, strict=True)
         ]
-        counts[with_one_more.index(min(with_one_more))] += 1
-    return counts
+        dealt.append(with_one_more.index(min(with_one_more)))
+        counts[dealt[-1]] += 1
+    return dealt

@@ -11,6 +11,10 @@ two halves. `placement` is the rank of each stage. Sends and receives (SA, RA, S
 micro-batches skip stages, the header goes on with the stages that each visits, in order::
 
     kind,1f1b,micro_batches,2,slices,1,placement,0 1 2,paths,0-1-2 0-2
+
+If stages have replicas, their number follows (`Schedule.replicas`)::
+
+    kind,1f1b,micro_batches,2,slices,1,placement,0 1 2 3,paths,0-2 1-3,replicas,2
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ import re
 from pyruntime.pipeline.actions import Action, Kind, Schedule, with_transfers
 
 NAMES = ("kind", "micro_batches", "slices", "placement")
-"""Every second cell of the header; PATHS may follow."""
-PATHS = "paths"
+"""Every second cell of the header; some of MORE_NAMES may follow."""
+MORE_NAMES = ("paths", "replicas")
 CELL = re.compile(r"([A-Z]+)([0-9]+)\.([0-9]+)(?:/([0-9]+))?")
 KINDS = {kind.value: kind for kind in Kind}
 
@@ -42,7 +46,9 @@ def to_csv(schedule: Schedule) -> str:
     writer = csv.writer(lines, lineterminator="\n")
     header = [cell for pair in zip(NAMES, values, strict=True) for cell in pair]
     if schedule.paths:
-        header += [PATHS, " ".join("-".join(map(str, path)) for path in schedule.paths)]
+        header += [MORE_NAMES[0], " ".join("-".join(map(str, path)) for path in schedule.paths)]
+    if schedule.replicas > 1:
+        header += [MORE_NAMES[1], str(schedule.replicas)]
     writer.writerow(header)
     writer.writerows(map(str, own) for own in actions)
     return lines.getvalue()
@@ -60,7 +66,7 @@ def from_csv(text: str) -> Schedule:
         raise ValueError(
             f"The table is empty; its first line must be {','.join(NAMES)}, each with its value."
         )
-    kind, micro_batches, slices, placement, paths = _header(rows[0])
+    kind, micro_batches, slices, placement, paths, replicas = _header(rows[0])
     ranks = max(placement) + 1
     lines = rows[1:]
     while len(lines) > ranks and not any(cell.strip() for cell in lines[-1]):
@@ -80,7 +86,7 @@ def from_csv(text: str) -> Schedule:
     )
     if all(action.kind.is_compute for own in actions for action in own):
         actions = with_transfers(actions, placement, paths)
-    return Schedule(kind, micro_batches, slices, placement, actions, paths)
+    return Schedule(kind, micro_batches, slices, placement, actions, paths, replicas)
 
 
 def _rows(text: str) -> list[list[str]]:
@@ -90,18 +96,21 @@ def _rows(text: str) -> list[list[str]]:
         raise ValueError(f"The table is not CSV: {error}.") from error
 
 
-def _header(cells: list[str]) -> tuple[str, int, int, tuple[int, ...], tuple[tuple[int, ...], ...]]:
+def _header(cells: list[str]) -> tuple[str, int, int, tuple[int, ...], tuple[tuple[int, ...], ...], int]:
     stripped = [cell.strip() for cell in cells]
     while len(stripped) > 2 * len(NAMES) and not stripped[-1]:
         stripped.pop()
-    names = (*NAMES, PATHS) if len(stripped) > 2 * len(NAMES) else NAMES
+    least = 2 * len(NAMES)
+    more = MORE_NAMES[: (len(stripped) > least) + (len(stripped) > least + 3)]
+    names = (*NAMES, *more)
     for index, name in enumerate(names):
         found = stripped[2 * index] if 2 * index < len(stripped) else ""
         if found != name:
             raise ValueError(f"line 1, cell {2 * index + 1}: expected {name}, found {_shown(found)}.")
     if len(stripped) != 2 * len(names):
         raise ValueError(f"line 1: expected {2 * len(names)} cells, found {len(stripped)}.")
-    _, micro_batches, slices, placement, *paths = stripped[1::2]
+    _, micro_batches, slices, placement, *rest = stripped[1::2]
+    paths, replicas = rest[:1], rest[1:]
     stages = placement.split()
     if not stages:
         raise ValueError("line 1, cell 8: expected the rank of each stage, found nothing; write e.g. 0 1.")
@@ -115,6 +124,7 @@ def _header(cells: list[str]) -> tuple[str, int, int, tuple[int, ...], tuple[tup
             for each in paths
             for path in each.split()
         ),
+        _number(replicas[0], "line 1, cell 12") if replicas else 1,
     )
 
 

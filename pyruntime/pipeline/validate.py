@@ -25,7 +25,8 @@ def check(
     Every slice of every micro-batch must go once forward and once backward through every stage on its path,
     on the rank of that stage. It must be sent and received exactly where stages that follow each other on the
     path are on different ranks. No order of events may leave ranks waiting for each other. A path begins at
-    the first stage, ends at the last, and visits none twice; every stage is on one.
+    the first stage, ends at the last, and visits none twice; every stage is on one. Where stages have
+    replicas, it visits one replica of each stage, in order.
 
     most_in_flight: bound on `schedule.peak_in_flight(rank)` by rank, in forwards of a stage for one slice.
     channel_capacity: the number of messages from one rank to another that may be sent and not yet received;
@@ -46,7 +47,7 @@ def check(
 
 
 def _check_sizes(schedule: Schedule) -> None:
-    for name in ("micro_batches", "slices", "stages", "ranks"):
+    for name in ("micro_batches", "slices", "stages", "ranks", "replicas"):
         value = getattr(schedule, name)
         _require(value >= 1, f"{name} must be at least 1, found {value}.")
     check_units(schedule.stages, schedule.micro_batches, schedule.slices)
@@ -62,6 +63,7 @@ def _check_sizes(schedule: Schedule) -> None:
 def _check_paths(schedule: Schedule) -> None:
     paths, last = schedule.paths, schedule.stages - 1
     if not paths:
+        _require(schedule.replicas == 1, f"Stages have {schedule.replicas} replicas, but there are no paths.")
         return
     _require(
         len(paths) == schedule.micro_batches,
@@ -69,6 +71,9 @@ def _check_paths(schedule: Schedule) -> None:
     )
     for number, path in enumerate(paths):
         words = f"Micro-batch {number} visits the stages {list(path)}"
+        if schedule.replicas > 1:
+            _check_replicas(schedule, path, words)
+            continue
         _require(
             bool(path) and path[0] == 0 and path[-1] == last,
             f"{words}; a path begins at stage 0 and ends at stage {last}.",
@@ -78,6 +83,15 @@ def _check_paths(schedule: Schedule) -> None:
         _require(len(set(path)) == len(path), f"{words}, one of them twice.")
     for stage in range(schedule.stages):
         _require(schedule.visits(stage) > 0, f"No micro-batch visits stage {stage}.")
+
+
+def _check_replicas(schedule: Schedule, path: Sequence[int], words: str) -> None:
+    replicas = schedule.replicas
+    wanted = list(range(schedule.stages // replicas))
+    _require(
+        schedule.stages % replicas == 0 and [stage // replicas for stage in path] == wanted,
+        f"{words}; a path visits one of each {replicas} stages in turn, which are replicas of one.",
+    )
 
 
 def _check_actions(schedule: Schedule, rank: int) -> None:

@@ -21,9 +21,9 @@ from pyruntime.llama.presets import preset
 from pyruntime.llama.stage import LlamaStage
 from pyruntime.pipeline.actions import Schedule, with_transfers
 from pyruntime.pipeline.executor import Pipeline
+from pyruntime.pipeline.list_schedule import list_schedule
 from pyruntime.pipeline.schedules import make_schedule
 from pyruntime.pipeline.simulated import Costs
-from pyruntime.pipeline.skipping import list_schedule
 from pyruntime.pipeline.split import split_layers
 from pyruntime.pipeline.weight_gradients import WeightGradients
 from tests.ranks import without_processes

@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 
 from pyruntime.pipeline import Costs, Schedule, check, make_schedule, placement_of, simulate, with_transfers
-from pyruntime.pipeline.skipping import best_paths, list_schedule, shares
+from pyruntime.pipeline.list_schedule import list_schedule
+from pyruntime.pipeline.skipping import best_paths, shares
 from pyruntime.pipeline.split import split_layers
 
 # One rank a stage; the head is a stage of its own on the first rank, as in the paper.
