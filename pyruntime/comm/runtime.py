@@ -311,6 +311,28 @@ class Runtime:
             set_deadline(name, self.deadline_s)
         return Axis("replicas", merged)
 
+    @functools.cached_property
+    def pp_and_dp(self) -> dist.ProcessGroup:
+        """The ranks of all pipeline stages and all data-parallel ranks that share this rank's place on the
+        other axes; dp is fastest. The first call is collective over all ranks. Raises ValueError if the
+        mesh does not have pp before dp."""
+        each = self._grid.flatten(2).flatten(0, 1).T.tolist()
+        if any(ranks != sorted(ranks) for ranks in each):
+            raise ValueError(
+                f"The mesh has axes {self.mesh.mesh_dim_names}; ranks of pp and dp are numbered with dp "
+                "fastest, so let pp come before dp."
+            )
+        if len(each) == 1:
+            return self.world
+        with named_failures(self.world, "Making the groups of pp and dp"):
+            group, _ = dist.new_subgroups_by_enumeration(
+                each, timedelta(seconds=self.deadline_s), group_desc="mesh_pp_dp"
+            )
+        assert group is not None, "every rank is in one of the groups"
+        self._groups.append(group.group_name)
+        set_deadline(group, self.deadline_s)
+        return group
+
     def by_axes(self, values: torch.Tensor) -> torch.Tensor:
         """Arranges values of all ranks [world, ...] by the axes of the mesh: [pp, dp, cp, tp, ...]."""
         return values[self._grid]

@@ -119,9 +119,8 @@ class Pipeline:
         if schedule.replicas > 1:
             # A gradient that leaves waits for the other replicas, which may wait, through other stages, for
             # what this rank sends after the pass. Only the first stage sends nothing then.
-            self._last_passes = frozenset(
-                each for each in self._last_passes if schedule.route.before(each.stage, each.micro_batch) is None
-            )
+            first = range(schedule.replicas)
+            self._last_passes = frozenset(each for each in self._last_passes if each.stage in first)
         self._taker = AddedToGrad() if gradients is None else gradients
         self._weights = WeightGradients(stages.values(), self._taker)
 
@@ -167,7 +166,9 @@ class Pipeline:
         run = _StepState(shapes or self._shapes, options, Route(self.schedule.placement, paths))
         return self._run(actions, micro_batches, run, inputs, loss)
 
-    def _forwards(self, micro_batches: int, column: range, paths: Sequence[Sequence[int]]) -> Sequence[Action]:
+    def _forwards(
+        self, micro_batches: int, column: range, paths: Sequence[Sequence[int]]
+    ) -> Sequence[Action]:
         """Returns this rank's actions without backward passes, through the stages of `column`."""
         slices = list(product(range(micro_batches), range(self.schedule.slices)))
         owned = [set(self.schedule.stages_of(rank)) for rank in range(self.schedule.ranks)]
@@ -212,9 +213,9 @@ class Pipeline:
     def _check_given(
         self, actions: Sequence[Action], micro_batches: int, run: _StepState, inputs: Any, loss: Loss | None
     ) -> None:
-        slices, options = self.schedule.slices, run.options
+        slices, options, route = self.schedule.slices, run.options, run.route
         forwards = [each for each in actions if each.kind is Kind.FORWARD]
-        begun = {each.micro_batch for each in forwards if run.route.before(each.stage, each.micro_batch) is None}
+        begun = {each.micro_batch for each in forwards if route.before(each.stage, each.micro_batch) is None}
         if begun:
             found = None if inputs is None else [len(each) for each in inputs]
             if not found or len(found) != micro_batches or any(found[each] != slices for each in begun):
@@ -223,7 +224,7 @@ class Pipeline:
                     f"{slices} slice(s), as inputs[micro_batch][slice]; found {found and len(found)} "
                     f"micro-batches of {found and sorted(set(found))} slices."
                 )
-        if loss is None and any(run.route.after(each.stage, each.micro_batch) is None for each in forwards):
+        if loss is None and any(route.after(each.stage, each.micro_batch) is None for each in forwards):
             raise ValueError(
                 f"Rank {self._rank} has the last stage and needs loss=; pass the loss of that stage's output."
             )

@@ -1,4 +1,4 @@
-"""List schedules: the order in which ranks compute, for given paths of the micro-batches through the stages."""
+"""List schedules: the order in which ranks compute, for given paths of the micro-batches."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def routes(speeds: Speeds, micro_batches: int) -> Paths:
         idle = sorted(set(range(replicas)) - set(own))
         if idle:
             raise ValueError(
-                f"speeds {list(each)} of the replicas of stage {stage} leave replica {idle[0]} without any of "
-                f"the {micro_batches} micro-batches of a step; use more micro-batches, or start without it."
+                f"speeds {list(each)} of the replicas of stage {stage} leave replica {idle[0]} without any "
+                f"of the {micro_batches} micro-batches of a step; use more of them, or start without it."
             )
     return tuple(
         tuple(stage * replicas + replica for stage, replica in enumerate(path))

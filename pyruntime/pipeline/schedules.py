@@ -96,8 +96,8 @@ def _check_routed(kind: str, skip: int, speeds: Sequence[float]) -> None:
     if kind != "1f1b" or skip:
         asked = f"skip={skip}" if skip else kind
         raise ValueError(
-            f"{asked} takes micro-batches through fixed ranks, so speeds={list(speeds)} are not possible; leave "
-            "them out, or use 1f1b without skip."
+            f"{asked} takes micro-batches through fixed ranks, so speeds={list(speeds)} are not possible; "
+            "leave them out, or use 1f1b without skip."
         )
 
 

@@ -161,14 +161,16 @@ def figures_of(
 
 
 def batches_of(run: ResolvedRun, corpus: Corpus, runtime: Runtime) -> Batches:
-    """Returns the sequences that this data-parallel rank learns from."""
+    """Returns the sequences that this rank learns from, or passes on."""
     train, mesh, rank = run.config.train, run.mesh, runtime.coordinate.dp
     is_one = run.meets_every_step or run.config.data_parallel.members
     count = mesh.dp if is_one else mesh.dp // mesh.dp_replicate
-    together = range(rank // count * count, (rank // count + 1) * count)
+    ranks = range(rank // count * count, (rank // count + 1) * count)
+    of_ranks = train.micro_batch_size * sum(run.micro_batches_of[ranks.start : ranks.stop])
+    first = rank // count * of_ranks  # replicas that synchronize rarely take equally many
     return Batches(
         corpus, train.seed, train.batch_size, train.seq_len, run.shape.vocab_size,
-        own=run.sequences_of(range(rank, rank + 1)), together=run.sequences_of(together),
+        own=run.sequences_at(runtime.coordinate.pp, rank), together=range(first, first + of_ranks),
         masks=run.config.data.document_masks, prepare=functools.partial(_place, run),
     )  # fmt: skip
 
@@ -227,9 +229,10 @@ def passes_of(
     passes: Accumulated | Pipelined
     units: float
     if runtime.pp.mesh is not None:
-        passes = Pipelined(run, model, runtime.pp, sharded, preferences, clock)
-        shares = run.layer_shares
+        passes = Pipelined(run, model, runtime, sharded, preferences, clock)
+        shares, at = run.layer_shares, runtime.coordinate
         units = sum(shares[number] for number in model.part.layers) if shares else len(model.part.layers)
+        units *= len(run.micro_batches_at(at.pp, at.dp)) / run.micro_batches
         unit = "layer"
     elif run.config.parallel.rebalance == "on" or run.config.train.micro_batches:
         passes = Accumulated(run, model, sharded, preferences, clock)

@@ -388,6 +388,10 @@ class PipelineParallel:
     """1f1b: stages between the first and the last that every micro-batch leaves out
     (docs/how-to/long-sequences-and-pipelines.md). It changes the model that is trained; validation and
     generation use all layers. 0: none."""
+    speeds: tuple[float, ...] = ()
+    """1f1b with data parallelism: relative speeds of the pp * dp replicas of stages, those of the first stage
+    first. A micro-batch then goes to the replica of each stage that would end it first
+    (docs/how-to/failures.md). Empty, or equal in each stage: fixed columns."""
     wire: choices.WireFormat = "same"
     """Rounding of activations and their gradients between stages."""
     costs: str = ""

@@ -25,6 +25,8 @@ from pyruntime.llama.model import ModelPart
 from pyruntime.llama.stage_profile import costed
 from pyruntime.llama.tensor_shards import TensorCuts, tensor_cuts
 from pyruntime.pipeline import Costs, Schedule, make_schedule, placement_of
+from pyruntime.pipeline.list_schedule import Paths
+from pyruntime.pipeline.routing import Speeds, by_stage, routes
 from pyruntime.pipeline.skipping import shares as shares_of
 from pyruntime.pipeline.split import least_largest, split_layers
 from pyruntime.plan import stage_costs
@@ -44,6 +46,7 @@ from pyruntime.train.config import (
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.shape import open_model
 from pyruntime.train.validate.replicas import outer_method
+from pyruntime.train.validate.routed_stages import check_speeds_of_shape
 from pyruntime.train.validate.skipped_stages import check_skip_of_shape
 
 FILE_NAME = "resolved.json"
@@ -75,6 +78,9 @@ class ResolvedRun:
     """The rank of each pipeline stage; without a pipeline there is one stage."""
     layers: tuple[range, ...]
     """The layers of each stage."""
+    speeds: Speeds
+    """Speeds of the data-parallel ranks of each pipeline stage, by which micro-batches go to them; empty:
+    each rank passes its own on to the same ranks."""
     cuts: TensorCuts
     """The sizes that each tensor-parallel rank holds, if these are unequal."""
     outer: Method | None
@@ -117,12 +123,25 @@ class ResolvedRun:
             return make_schedule(
                 asked.kind,
                 self.mesh.pp,
-                self.micro_batches,
+                self.micro_batches * (self.mesh.dp if self.speeds else 1),
                 virtual=asked.virtual,
                 slices=slices,
                 skip=asked.skip,
-                costs=self.stage_costs if asked.skip else None,
+                speeds=[speed for each in self.speeds for speed in each],
+                costs=self.stage_costs if asked.skip or self.speeds else None,
             )
+
+    @functools.cached_property
+    def _routes(self) -> Paths:
+        return routes(self.speeds, self.micro_batches * self.mesh.dp)
+
+    def micro_batches_at(self, pp: int, dp: int) -> Sequence[int]:
+        """Returns the numbers, among all of a step, of the micro-batches that come to that place."""
+        if self.speeds:
+            place = pp * self.mesh.dp + dp
+            return [number for number, path in enumerate(self._routes) if place in path]
+        ends = [0, *itertools.accumulate(self.micro_batches_of)]
+        return range(ends[dp], ends[dp + 1])
 
     @property
     def stage_costs(self) -> Costs:
@@ -138,10 +157,14 @@ class ResolvedRun:
         """Returns the part of the model on that pipeline rank; None (the whole model) without a pipeline."""
         return None if self.mesh.pp == 1 else stage.part_of_layers(self.shape, self.layers_of(rank))
 
-    def sequences_of(self, ranks: range) -> range:
-        """Returns the sequences of a step that these data-parallel ranks take."""
-        size, ends = self.config.train.micro_batch_size, [0, *itertools.accumulate(self.micro_batches_of)]
-        return range(size * ends[ranks.start], size * ends[ranks.stop])
+    def sequences_at(self, pp: int, dp: int) -> list[int]:
+        """Returns the sequences of a step that the ranks at that place take, in ascending order."""
+        size = self.config.train.micro_batch_size
+        return [
+            sequence
+            for number in self.micro_batches_at(pp, dp)
+            for sequence in range(size * number, size * (number + 1))
+        ]
 
     @property
     def movable(self) -> Movable:
@@ -226,6 +249,7 @@ def resolve(config: RunConfig, shape: LlamaConfig, world_size: int) -> ResolvedR
         _slices(config),
         _placement(config),
         tuple(_layers(config, shape)),
+        _speeds(config),
         cuts,
         None if meets_every_step(config) else outer_method(config),
         compression,
@@ -241,6 +265,7 @@ def settled(config: RunConfig, shape: LlamaConfig) -> RunConfig:
     pipeline = config.pipeline
     _check_movable(config, shape)
     check_skip_of_shape(config, shape)
+    check_speeds_of_shape(config, shape)
     if not pipeline.costs:
         return config
     file = Path(pipeline.costs)
@@ -313,6 +338,17 @@ def _placement(config: RunConfig) -> tuple[int, ...]:
         return placement_of(
             asked.kind, pp, micro_batches(config), virtual=asked.virtual, slices=slices, skip=asked.skip
         )
+
+
+def _speeds(config: RunConfig) -> Speeds:
+    """Returns pipeline.speeds by stage; empty if the speeds of each stage are equal. Raises ConfigError if
+    they leave a rank without micro-batches."""
+    with refusing("pipeline."):
+        found = by_stage(config.pipeline.speeds, config.parallel.pp)
+        if all(len(set(each)) <= 1 for each in found):
+            return ()
+        routes(found, micro_batches(config) * config.parallel.dp)
+        return found
 
 
 def _layers(config: RunConfig, shape: LlamaConfig) -> list[range]:

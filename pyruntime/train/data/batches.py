@@ -91,7 +91,7 @@ class Batches:
         seq_len: int,
         vocab_size: int,
         *,
-        own: range | None = None,
+        own: Sequence[int] | None = None,
         together: range | None = None,
         masks: bool = True,
         prepare: Callable[[Batch], None] | None = None,
@@ -135,8 +135,7 @@ class Batches:
 
     def read(self, first: int) -> Batch:
         """Returns the same, but reads nothing ahead."""
-        samples = self._order.samples(first + self._own.start, len(self._own))
-        rows = [self._row(sample) for sample in samples]
+        rows = [self._row(*self._order.samples(first + number, 1)) for number in self._own]
         batch = _batch(rows, self._masks, self._of_step(first), self._has_pairs)
         self._check(batch.ids, batch.labels)
         if self._prepare is not None:

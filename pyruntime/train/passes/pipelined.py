@@ -34,7 +34,8 @@ def shared_weights(run: ResolvedRun, model: Llama, runtime: comm.Runtime) -> dic
 
 
 class Pipelined:
-    """Runs this rank's stages over the pipeline ranks `pp`. `model` has the layers `part_of` this rank.
+    """Runs this rank's stages over the pipeline ranks of `runtime`, and over those of all its data-parallel
+    ranks if micro-batches are routed by speed. `model` has the layers `part_of` this rank.
 
     sharded: takes the model's gradients. preferences: the loss of pairs of answers. clock: times the passes,
     for `take_spans`.
@@ -44,7 +45,7 @@ class Pipelined:
         self,
         run: ResolvedRun,
         model: Llama,
-        pp: comm.Group,
+        runtime: comm.Runtime,
         sharded: Sharded,
         preferences: PreferenceLoss | None = None,
         clock: OwnClock | None = None,
@@ -53,17 +54,26 @@ class Pipelined:
         self._clock, self._model, self._scale = clock, model, 1.0 / run.micro_batches
         self._spans = PassSpans()
         self._slices, self._batch = run.slices, run.config.train.micro_batch_size
+        at, schedule = runtime.coordinate, run.schedule
+        numbers = run.micro_batches_at(at.pp, at.dp) if run.speeds else range(schedule.micro_batches)
+        self._own = {number: own for own, number in enumerate(numbers)}
+        """The place, among the micro-batches that come to this rank, of each number in the schedule."""
+        group = runtime.pp_and_dp if run.speeds else runtime.pp
         self._stages = {
             number: LlamaStage(
-                model, run.layers[number], self._batch, self._slices, clock.now if clock else None
+                model,
+                run.layers[number // schedule.replicas],
+                self._batch,
+                self._slices,
+                clock.now if clock else None,
             )
-            for number in run.schedule.stages_of(comm.group_rank(pp))
+            for number in schedule.stages_of(comm.group_rank(group))
         }
         weight = next(model.parameters())
         self._pipeline = Pipeline(
-            run.schedule,
+            schedule,
             self._stages,
-            pp,
+            group,
             shapes=self._shapes(self._batch),
             dtype=weight.dtype,
             device=weight.device,
@@ -78,14 +88,17 @@ class Pipelined:
         return [(count, self._model.stream_features) for count in rows]
 
     def step(self, micro_batches: Sequence[Batch], types: PlacementCheck | None = None) -> Tensor:
-        """Runs forward and backward of all micro-batches. Returns the mean of their losses, each by its
-        weight, on the last stage; 0 on others; float64 on the device."""
+        """Runs forward and backward of this rank's micro-batches. Returns the sum of their losses, each by
+        its weight, divided by the mean number of micro-batches of a data-parallel rank, on the last stage; 0
+        on others; float64 on the device."""
         began = self._clock.now() if self._clock else None
+        numbers = range(self._pipeline.schedule.micro_batches)
+        own = [micro_batches[self._own[each]] if each in self._own else None for each in numbers]
         with types or contextlib.nullcontext():
             losses = self._pipeline.step(
-                self._cut([each.ids for each in micro_batches]),
-                self._loss(micro_batches, self._scale),
-                [{"documents": each.documents} for each in micro_batches],
+                [each.ids.split(self._slices, 1) if each else [] for each in own],
+                self._loss(own, self._scale),
+                [{"documents": each.documents} if each else {} for each in own],
             )
         if self._clock and began:
             self._spans.passes.append((began, self._clock.now()))
@@ -114,7 +127,7 @@ class Pipelined:
             each.batch = batch
         try:
             return self._pipeline.evaluate(
-                self._cut([whole.ids]),
+                [whole.ids.split(self._slices, 1)],
                 loss,
                 self._shapes(batch),
                 [{"documents": whole.documents}],
@@ -141,20 +154,16 @@ class Pipelined:
         parts = [part for parts in losses for part in parts] or [next(self._model.parameters()).new_zeros(())]
         return torch.stack(parts).sum(dtype=torch.float64)
 
-    def _cut(self, tokens: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Cuts [B, S] of every micro-batch into slices."""
-        return [list(each.split(self._slices, 1)) for each in tokens]
-
-    def _loss(self, micro_batches: Sequence[Batch], scale: float):
-        cut = self._cut([each.labels for each in micro_batches])
+    def _loss(self, micro_batches: Sequence[Batch | None], scale: float):
         context = self._model.context
 
         def loss(x: Tensor, micro_batch: int, part: int) -> Tensor:
             began = self._clock.now() if self._clock else None
             batch = micro_batches[micro_batch]
+            assert batch is not None  # it comes to this rank
             # A context sums the counts of its ranks.
             count = torch.tensor(batch.targets / (context.size if context is not None else 1))
-            labels = cut[micro_batch][part].contiguous()
+            labels = batch.labels.split(self._slices, 1)[part].contiguous()
             if self._preferences is None:
                 value = self._model.loss(x, labels, count)
             else:

@@ -27,6 +27,7 @@ from pyruntime.train.validate.model_folder import check_model_folder
 from pyruntime.train.validate.preference_options import check_dpo
 from pyruntime.train.validate.rebalance import check_rebalance, check_tp_speeds
 from pyruntime.train.validate.replicas import check_compression, check_data_parallel, check_weight_wire
+from pyruntime.train.validate.routed_stages import check_speeds
 from pyruntime.train.validate.sequences import check_context, check_pipeline, check_slices, check_tp_wire
 from pyruntime.train.validate.skipped_stages import check_skip
 from pyruntime.train.validate.watching import check_watching
@@ -114,6 +115,7 @@ def check(config: RunConfig, world_size: int) -> None:
     check_context(config)
     check_pipeline(config)
     check_skip(config)
+    check_speeds(config)
     check_rebalance(config, world_size)
     check_data_parallel(config)
     _check_ranks(config, world_size)

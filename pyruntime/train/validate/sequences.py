@@ -43,9 +43,9 @@ def check_pipeline(config: RunConfig) -> None:
         f"pipeline.slice_tokens={list(tokens)} must be pipeline.slices={pipeline.slices} numbers of at least "
         f"1 with a sum of train.seq_len={config.train.seq_len}.",
     )
-    for name in ("costs", "virtual", "slices", "layers", "skip", "wire"):
+    for name in ("costs", "virtual", "slices", "layers", "skip", "speeds", "wire"):
         value = getattr(pipeline, name)
-        shown = list(value) if name == "layers" else value
+        shown = list(value) if isinstance(value, tuple) else value
         without = pp > 1 or value == getattr(PipelineParallel, name)
         require(without, f"pipeline.{name}={shown} without a pipeline; set parallel.pp.")
     tokens_of_rank = config.train.seq_len // config.parallel.cp

@@ -69,7 +69,7 @@ def why_not_predicted(config: RunConfig) -> str:
     names = (
         "train.dtype train.micro_batches parallel.tp_wire parallel.tp_speeds parallel.rebalance "
         "data_parallel.members data_parallel.compression data_parallel.weight_wire "
-        "pipeline.slice_tokens pipeline.costs pipeline.wire context.wire"
+        "pipeline.slice_tokens pipeline.speeds pipeline.costs pipeline.wire context.wire"
     )
     unknown = [(name, value) for name, value, _ in changed(config, names)]
     tier, method = config.comm.tier, config.data_parallel.method
