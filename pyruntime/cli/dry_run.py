@@ -10,6 +10,7 @@ from typing import Any
 
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.pipeline import Costs, simulate
+from pyruntime.pipeline.routing import costs_of_replicas
 from pyruntime.plan.cluster import Cluster, find_cluster
 from pyruntime.plan.memory import SAFE, Memory, verdict
 from pyruntime.text import columns
@@ -17,7 +18,7 @@ from pyruntime.train.config import RunConfig, warmup_steps
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.planned import estimate
 from pyruntime.train.resolved import ResolvedRun, check
-from pyruntime.train.watching.heading import adapters_in_words, skipped_in_words
+from pyruntime.train.watching.heading import adapters_in_words, routed_in_words, skipped_in_words
 
 GB = 1e9
 MOST_ACTIONS = 20_000
@@ -239,6 +240,8 @@ def _memory(run: ResolvedRun, found: Memory, cluster: Cluster | None) -> str:
     start = f" ({found.start / GB:.3g} while the model is made)" if found.start > found.step else ""
     uncounted = not run.meets_every_step and config.data_parallel.method != "co2"
     without = f"; the states of {config.data_parallel.method} are not counted" if uncounted else ""
+    if run.speeds:
+        without += "; micro-batches that pipeline.speeds stores beyond those of 1f1b are not counted"
     if cluster is None:
         judged = f"plan for {found.total / SAFE / GB:.3g} GB, to leave {1 - SAFE:.0%} free"
     else:
@@ -259,18 +262,22 @@ def _pipeline(run: ResolvedRun) -> str:
     count, slices = len(run.placement), len(run.slices)
     found = (
         f"pipeline  {run.config.pipeline.kind}: {count} stages on {run.mesh.pp} ranks, "
-        f"{run.micro_batches} micro-batches, {slices} slice(s){skipped_in_words(run)}\n"
+        f"{run.micro_batches} micro-batches, {slices} slice(s){skipped_in_words(run)}{routed_in_words(run)}\n"
         f"          layers of the ranks: {stages}"
     )
     # A lower bound of the actions, because making a larger schedule also takes long.
-    if 2 * count * run.micro_batches * slices > MOST_ACTIONS:
+    columns = run.mesh.dp if run.speeds else 1
+    if 2 * count * columns * run.micro_batches * slices > MOST_ACTIONS:
         return found
     if sum(map(len, run.schedule.actions)) > MOST_ACTIONS:
         return found
-    skips = run.config.pipeline.skip > 0
-    timeline = simulate(run.schedule, run.stage_costs if skips else Costs())
-    bubble = max(timeline.bubble(rank) for rank in range(run.mesh.pp)) / timeline.makespan
-    assumed = "GEMMs of layers and head are all that takes time" if skips else "all stages take equally long"
+    by_costs = run.config.pipeline.skip > 0 or bool(run.speeds)
+    costs = run.stage_costs if by_costs else Costs()
+    timeline = simulate(run.schedule, costs_of_replicas(costs, run.speeds) if run.speeds else costs)
+    bubble = max(timeline.bubble(rank) for rank in range(run.schedule.ranks)) / timeline.makespan
+    assumed = "all stages take equally long"
+    if by_costs:
+        assumed = "GEMMs of layers and head are all that takes time"
     return f"{found}\n          {bubble:.1%} of a step is bubble if {assumed}"
 
 

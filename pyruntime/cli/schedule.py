@@ -10,6 +10,7 @@ from pyruntime import pipeline
 from pyruntime.choices import PipelineKind
 from pyruntime.cli.arguments import parse
 from pyruntime.pipeline import Costs, Schedule, Timeline
+from pyruntime.pipeline.routing import by_stage, costs_of_replicas
 from pyruntime.train.errors import ConfigError, refusing
 
 DESCRIPTION = """Makes or reads a pipeline schedule, checks it and simulates it with the given costs. Prints
@@ -31,6 +32,10 @@ class ScheduleOptions:
     """Parts that each sequence is cut into, for terapipe and seq1f1b."""
     skip: int = 0
     """Stages between the first and the last that every micro-batch leaves out, for 1f1b."""
+    speeds: tuple[float, ...] = ()
+    """Relative speeds of the replicas of every stage, those of the first stage first, for 1f1b; micro-batches
+    are then those of all replicas. With --from_csv, speeds for its stages. Empty: one rank a stage, or equal
+    speeds."""
     forward: float = 1.0
     """Seconds of one stage's forward, for one slice of a micro-batch."""
     backward_input: float = 1.0
@@ -53,6 +58,9 @@ def main(argv: list[str]) -> None:
         costs = Costs(options.forward, options.backward_input, options.backward_weight, options.transfer)
         schedule = _read(options) if options.from_csv else _make(options, costs)
         pipeline.check(schedule)
+        if options.speeds:
+            speeds = by_stage(options.speeds, schedule.stages // schedule.replicas)
+            costs = costs_of_replicas(costs, speeds)
         timeline = pipeline.simulate(schedule, costs)
     _write(options, schedule, timeline)
     print(pipeline.text(timeline, shutil.get_terminal_size((110, 24)).columns))
@@ -69,6 +77,7 @@ def _make(options: ScheduleOptions, costs: Costs) -> Schedule:
         virtual=options.virtual,
         slices=options.slices,
         skip=options.skip,
+        speeds=options.speeds,
         costs=costs,
     )
 

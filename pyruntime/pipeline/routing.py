@@ -61,5 +61,4 @@ def costs_of_replicas(costs: Costs, speeds: Speeds) -> Costs:
         seconds = [costs.seconds(Action(kind, stage, 0)) for stage in range(len(speeds))]
         return [[own / speed] for own, each in zip(seconds, speeds, strict=True) for speed in each]
 
-    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-    return Costs(*map(table, kinds), costs.transfer)
+    return Costs(table(Kind.FORWARD), table(Kind.BACKWARD_INPUT), table(Kind.BACKWARD_WEIGHT), costs.transfer)

@@ -74,6 +74,15 @@ def test_a_run_that_skips_stages_says_so(capsys):
     assert "1 slice(s), each micro-batch skips 1 of 4 stages: on average 5 of 8 layers train\n" in out
 
 
+def test_a_run_that_routes_micro_batches_by_speed_says_so(capsys):
+    axes = ["--parallel.pp", 2, "--parallel.dp", 2, "--pipeline.speeds", 1, 0.5, 1, 1]
+    sizes = ["--train.batch_size", 12, "--train.micro_batch_size", 1]
+    out = report(capsys, *DIM1024, *axes, *sizes, "--dry_run", 4)
+    words = "1 slice(s), 8 4; 6 6 micro-batches on the data-parallel ranks of the stages\n"
+    assert words in out and "micro-batches that pipeline.speeds stores beyond those of 1f1b" in out
+    assert re.search(r"\d+\.\d% of a step is bubble if GEMMs", out)
+
+
 def test_a_pipeline_s_stages_are_shown(capsys):
     axes = ["--parallel.pp", 2, "--pipeline.kind", "interleaved", "--pipeline.virtual", 2]
     out = report(capsys, *DIM1024, *axes, "--dry_run", 2)

@@ -34,6 +34,19 @@ def test_micro_batches_that_skip_stages_are_drawn_and_named(capsys, tmp_path):
     assert "zb-h1 takes every micro-batch through all stages" in capsys.readouterr().err
 
 
+def test_micro_batches_that_are_routed_by_speed_are_drawn_and_named(capsys, tmp_path):
+    table, speeds = tmp_path / "schedule.csv", ["--speeds", "1", "0.5", "1", "1"]
+    made = ["schedule", "--stages", "2", "--micro-batches", "6", *speeds, "--csv", str(table)]
+    assert main(made) == 0
+    first = capsys.readouterr().out
+    assert "1f1b: 4 rank(s), 4 stage(s), 6 micro-batch(es), 1 slice(s)\nmakespan     15 s\n" in first
+    assert "stages of the micro-batches  0-2 0-3 1-2 0-3 0-2 1-3\n" in first
+    assert main(["schedule", "--from-csv", str(table), *speeds]) == 0
+    assert capsys.readouterr().out == first
+    assert main(["schedule", "--stages", "2", "--speeds", "1", "1", "1"]) == 2
+    assert "speeds=[1.0, 1.0, 1.0] of 2 stages must be positive numbers" in capsys.readouterr().err
+
+
 def test_a_schedule_without_formula_shows_none(capsys):
     assert main(["schedule", "--transfer", "0.5"]) == 0
     assert "closed form" not in capsys.readouterr().out

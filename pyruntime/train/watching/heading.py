@@ -57,6 +57,16 @@ def skipped_in_words(run: ResolvedRun) -> str:
     )
 
 
+def routed_in_words(run: ResolvedRun) -> str:
+    """Says how many micro-batches the data-parallel ranks of each stage take, after a comma; empty if they
+    are not routed by speed."""
+    if not run.speeds:
+        return ""
+    pp, dp = (range(size) for size in (run.mesh.pp, run.mesh.dp))
+    stages = [[str(len(run.micro_batches_at(stage, rank))) for rank in dp] for stage in pp]
+    return f", {'; '.join(map(' '.join, stages))} micro-batches on the data-parallel ranks of the stages"
+
+
 def _axes(run: ResolvedRun) -> str:
     config, parallel, mesh = run.config, run.config.parallel, run.mesh
     axes = f"tp={parallel.tp or mesh.tp} with sequence parallelism"
@@ -82,7 +92,8 @@ def _axes(run: ResolvedRun) -> str:
     if parallel.pp > 1:
         wire = config.pipeline.wire
         rounded = "" if wire == "same" else f", activations and their gradients sent as {wire}"
-        axes += f", pp={parallel.pp} ({config.pipeline.kind}{skipped_in_words(run)}{rounded})"
+        paths = skipped_in_words(run) + routed_in_words(run)
+        axes += f", pp={parallel.pp} ({config.pipeline.kind}{paths}{rounded})"
     if parallel.cp > 1:
         wire = config.context.wire
         rounded = "" if wire == "same" else f", keys and values as {wire}"
