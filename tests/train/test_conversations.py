@@ -100,6 +100,11 @@ MESHES = {  # the rest of four ranks is tensor parallel
     },
     "unequal": {"parallel": {"dp": 2}, "train": {"micro_batch_size": 1, "micro_batches": (6, 2)}},
     "unequal and cp": {"parallel": {"dp": 2, "cp": 2, "zero": 2}, "train": {"micro_batches": (1, 3)}},
+    "routed": {
+        "parallel": {"pp": 2, "dp": 2, "zero": 2},
+        "train": {"micro_batch_size": 1},
+        "pipeline": {"speeds": (1.0, 0.5, 0.6, 1.0)},
+    },
     "unequal replicas": {
         "parallel": {"dp": 4, "dp_replicate": 2, "zero": 2},
         "train": {"micro_batch_size": 1, "micro_batches": (1, 3, 2, 2)},

@@ -158,6 +158,11 @@ MESHES = {  # the rest of four ranks is tensor parallel
     "pp and cp": {"parallel": {"pp": 2, "cp": 2, "zero": 1}},
     "pp and dp": {"parallel": {"pp": 2, "dp": 2}, "pipeline": {"kind": "zb-h1"}},
     "unequal": {"parallel": {"dp": 2}, "train": {"micro_batch_size": 1, "micro_batches": (6, 2)}},
+    "routed": {
+        "parallel": {"pp": 2, "dp": 2, "zero": 2},
+        "train": {"micro_batch_size": 1},
+        "pipeline": {"speeds": (1.0, 0.5, 0.6, 1.0)},
+    },
 }
 
 
@@ -213,7 +218,7 @@ def references(group, config):
     return found
 
 
-@pytest.mark.parametrize("name", ["zero 3 and cp", "pp and dp", "pp and cp", "tp"])
+@pytest.mark.parametrize("name", ["zero 3 and cp", "pp and dp", "routed", "pp and cp", "tp"])
 @pytest.mark.second_tier(but=["pp and cp"])
 def test_the_reference_is_the_model_as_the_run_begins(ranks, drawn, model, name, tmp_path):
     config = on(jobs.changed(drawn, "dpo", reference=""), name, tmp_path)
