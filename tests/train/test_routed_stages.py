@@ -70,6 +70,18 @@ def test_losses_and_gradients_are_those_of_one_rank(ranks, whole, axes):
         assert all(torch.equal(moment, second[name]) for name, moment in first.items())
 
 
+@pytest.mark.second_tier
+def test_a_deep_pipeline_trains_as_one_rank(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=3, val_every=3, **JOB | {"batch_size": 16})
+    config = jobs.changed(config, "model", num_hidden_layers=5)
+    config = jobs.changed(config, "optimizer", lr=3e-4)
+    jobs.prepare(config)
+    expected = ranks.run(fitted, 1, config)[0]
+    speeds = (1.0, 0.5, 0.6, 1.0, 1.0, 0.7, 0.5, 0.5)
+    deep = jobs.changed(routed(config, pp=4), "pipeline", speeds=speeds)
+    check_alike(ranks.run(fitted, 8, deep), expected)
+
+
 def test_tied_embeddings_are_those_of_one_rank(ranks, tmp_path):
     config = jobs.job(tmp_path, steps=2, val_every=2, **JOB)
     config = jobs.changed(config, "model", num_hidden_layers=2, tie_word_embeddings=True)
