@@ -149,7 +149,7 @@ def simulate(config: RunConfig, machine: Machine, gpus: int, *, keeps_spans: boo
         config = _on_text(config, Path(folder), machine)
         validate.check(config, gpus)
         mesh = mesh_of(config, gpus)
-        _check(mesh, config.parallel.tp_speeds)
+        _check(mesh, config)
         axes = {name: size for name in AXES if (size := getattr(mesh, name)) > 1 or name == "tp"}
         program = functools.partial(_program, config, machine, axes, mesh.ep, keeps_spans)
         return simulated(program, machine, axes, gpus)
@@ -234,12 +234,16 @@ def _between(spans: Sequence[Span], begin: float, end: float) -> tuple[Span, ...
     )
 
 
-def _check(mesh: MeshSizes, tp_speeds: Sequence[float]) -> None:
-    if tp_speeds:
-        raise ValueError(
-            f"parallel.tp_speeds={list(tp_speeds)}: in virtual time tensor-parallel ranks do the same; leave "
-            "it out."
-        )
+def _check(mesh: MeshSizes, config: RunConfig) -> None:
+    for name, unequal, who in (
+        ("parallel.tp_speeds", config.parallel.tp_speeds, "tensor-parallel"),
+        ("pipeline.speeds", config.pipeline.speeds, "data-parallel"),
+        ("train.micro_batches", config.train.micro_batches, "data-parallel"),
+    ):
+        if unequal:
+            raise ValueError(
+                f"{name}={list(unequal)}: in virtual time {who} ranks do the same; leave it out."
+            )
     for name, size in vars(mesh).items():
         if (size or 1) > 1 and name not in (*AXES, "ep"):
             raise ValueError(f"{name}={size} has no model in virtual time yet; use {name}=1.")

@@ -277,6 +277,20 @@ def test_meshes_without_a_model_are_refused(ranks):
     assert "dp_replicate=2 has no model in virtual time" in refused_step(ranks, *replicas, *rows, gpus=4)
     by_speed = "--parallel.tp", "2", "--parallel.tp_speeds", "1", "0.5"
     assert "in virtual time tensor-parallel ranks do the same" in refused_step(ranks, *by_speed, gpus=2)
+    routed = (
+        "--parallel.tp",
+        "1",
+        "--parallel.dp",
+        "2",
+        "--parallel.pp",
+        "2",
+        "--pipeline.speeds",
+        "1 0.5 1 1",
+    )
+    alike = "in virtual time data-parallel ranks do the same"
+    assert alike in refused_step(ranks, *routed[:-1], *routed[-1].split(), *rows, gpus=4)
+    dealt = "--parallel.tp", "1", "--parallel.dp", "2", "--train.micro_batches", "3", "1"
+    assert alike in refused_step(ranks, *dealt, *rows, gpus=2)
     assert "parallel.tp=1" in refused_step(ranks, "--parallel.tp", "1", gpus=2)
 
 
