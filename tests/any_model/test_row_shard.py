@@ -107,6 +107,11 @@ def form_of(model: nn.Module) -> str:
     return explain(model).form
 
 
+def ops_of_linears(model: nn.Module) -> list[str]:
+    rows = [row for row in explain(model).rows if row.when == "forward" and row.asked != "collective"]
+    return [row.op for row in rows]
+
+
 def cut(group, name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
     """The model and the whole of it; the first call is behind it."""
     whole = build(name).to(dtype).train()  # fp64: gradients of two tokens are small
@@ -122,7 +127,7 @@ def ragged(group) -> list[str]:
         ids = torch.randint(1, 101, size, generator=torch.Generator().manual_seed(2))
         labels = {"labels": ids} if size[1] > 1 else {}  # of one token none would be left
         verify(model, whole, {"input_ids": ids, **labels, "use_cache": False}, tolerance=1e-5)
-    return [row.op for row in explain(model).rows if row.when == "forward" and "embed" not in row.name]
+    return ops_of_linears(model)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -151,7 +156,7 @@ def whole_again(group) -> list[str]:
     verify(model, whole, {"inputs_embeds": embeds, "labels": IDS}, tolerance=1e-5)
     with torch.no_grad():
         assert_near(model(**BATCH).logits, expected.logits, "without gradients", 1e-4)
-    return [row.op for row in explain(model).rows if row.when == "forward" and "embed" not in row.name]
+    return ops_of_linears(model)
 
 
 def test_what_users_get_is_plain_and_generation_is_on_whole_activations(ranks):
