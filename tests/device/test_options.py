@@ -37,7 +37,7 @@ GROUPS = [
     ["slices", "init_from", "costs"],
     ["hybrid", "cp"],
     ["rings", "grid", "experts", "sigmoid experts"],
-    ["adapters", "more adapters", "preferences"],
+    ["adapters", "more adapters", "preferences", "routed"],
 ]
 """Runs on the same ranks, one after the other."""
 LEFT = {
@@ -185,6 +185,11 @@ def runs(folder: Path) -> dict[str, RunConfig]:
             model={"num_hidden_layers": 4},
             parallel={"tp": 2, "pp": 2},
             pipeline={"kind": "seq1f1b", "slices": 2, "slice_tokens": (20, 12), "layers": (1, 3)},
+        ),
+        "routed": changed(
+            base,
+            parallel={"dp": 2, "pp": 2, "zero": 1},
+            pipeline={"kind": "1f1b", "speeds": (1.0, 0.5, 1.0, 1.0)},
         ),
         "costs": changed(
             base,
