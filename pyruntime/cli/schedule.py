@@ -59,6 +59,11 @@ def main(argv: list[str]) -> None:
         schedule = _read(options) if options.from_csv else _make(options, costs)
         pipeline.check(schedule)
         if options.speeds:
+            if len(options.speeds) != schedule.stages:
+                raise ValueError(
+                    f"--speeds has {len(options.speeds)} numbers, but the schedule has {schedule.stages} "
+                    "replicas of stages; give one for each."
+                )
             speeds = by_stage(options.speeds, schedule.stages // schedule.replicas)
             costs = costs_of_replicas(costs, speeds)
         timeline = pipeline.simulate(schedule, costs)

@@ -240,7 +240,7 @@ def _check(mesh: MeshSizes, config: RunConfig) -> None:
         ("pipeline.speeds", config.pipeline.speeds, "data-parallel"),
         ("train.micro_batches", config.train.micro_batches, "data-parallel"),
     ):
-        if unequal:
+        if len(set(unequal)) > 1:
             raise ValueError(
                 f"{name}={list(unequal)}: in virtual time {who} ranks do the same; leave it out."
             )

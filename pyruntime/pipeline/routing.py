@@ -18,7 +18,7 @@ from pyruntime.pipeline.simulated import Costs
 from pyruntime.pipeline.split import deal
 
 Speeds = tuple[tuple[float, ...], ...]
-"""Relative speeds by stage and replica: only those of one stage are compared."""
+"""Relative speeds by stage and replica. Paths depend on those of each stage, the order of work on all."""
 
 
 def by_stage(speeds: Sequence[float], stages: int) -> Speeds:

@@ -82,6 +82,19 @@ def test_a_deep_pipeline_trains_as_one_rank(ranks, tmp_path):
     check_alike(ranks.run(fitted, 8, deep), expected)
 
 
+def test_a_replica_whose_first_micro_batch_comes_late_keeps_none_waiting(ranks, tmp_path):
+    """The last stage's second rank gets its first micro-batch when its first rank has sent gradients back, so
+    that one's forwards must not wait for weights from the second."""
+    config = jobs.job(tmp_path, steps=3, val_every=3, **JOB | {"batch_size": 16})
+    config = jobs.changed(config, "model", num_hidden_layers=2)
+    config = jobs.changed(config, "optimizer", lr=3e-4, clip_grad_norm=0.1)  # so that no weights leave ahead
+    jobs.prepare(config)
+    expected = ranks.run(fitted, 1, config)[0]
+    late = jobs.changed(routed(config, zero=1), "pipeline", speeds=(1.0, 1.0, 4.0, 1.0))
+    assert next(iter(jobs.resolved(late, 4).micro_batches_at(1, 1))) > 2
+    check_alike(ranks.run(fitted, 4, late), expected)
+
+
 def test_tied_embeddings_are_those_of_one_rank(ranks, tmp_path):
     config = jobs.job(tmp_path, steps=2, val_every=2, **JOB)
     config = jobs.changed(config, "model", num_hidden_layers=2, tie_word_embeddings=True)

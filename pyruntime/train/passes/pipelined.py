@@ -52,7 +52,7 @@ class Pipelined:
     ):
         self._preferences = preferences
         self._clock, self._model, self._scale = clock, model, 1.0 / run.micro_batches
-        self._spans = PassSpans()
+        self._spans, self._sharded = PassSpans(), sharded
         self._slices, self._batch = run.slices, run.config.train.micro_batch_size
         at, schedule = runtime.coordinate, run.schedule
         numbers = run.micro_batches_at(at.pp, at.dp) if run.speeds else range(schedule.micro_batches)
@@ -92,6 +92,10 @@ class Pipelined:
         its weight, divided by the mean number of micro-batches of a data-parallel rank, on the last stage; 0
         on others; float64 on the device."""
         began = self._clock.now() if self._clock else None
+        if self._pipeline.schedule.replicas > 1:
+            # Else a forward waits for weights from the stage's other replicas, one of which may wait for a
+            # micro-batch that comes only after this rank's backward.
+            self._sharded.complete()
         numbers = range(self._pipeline.schedule.micro_batches)
         own = [micro_batches[self._own[each]] if each in self._own else None for each in numbers]
         with types or contextlib.nullcontext():
