@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
@@ -12,31 +12,26 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pyruntime.any_model.torch_functions import (
+    ELEMENTWISE,
+    LINEAR,
+    MAXIMA,
+    NORMS,
+    PACKED,
+    PRODUCTS,
+    SCALED,
+    SUMS,
+    TRANSPOSES,
+    VIEWS,
+    WHOLE,
+    dims_of,
+    name_of,
+    open_dim,
+)
 from pyruntime.nn.parameters import TensorGroup
 from pyruntime.nn.signatures import SIGNATURES
 from pyruntime.ops.conversions import convert, moved
-from pyruntime.ops.placements import PlacementError
-
-_LINEAR = {"clone", "contiguous", "detach", "data", "to", "float", "double", "half", "bfloat16", "neg"}
-_LINEAR |= {"add", "radd", "iadd", "sub", "rsub", "isub", "expand", "expand_as", "chunk", "split", "narrow"}
-_SCALED = {"mul", "rmul", "imul", "div", "truediv", "true_divide", "itruediv"}
-_ELEMENTWISE = {
-    *("abs", "relu", "gelu", "silu", "tanh", "sigmoid", "exp", "log", "sqrt", "rsqrt", "square", "pow"),
-    *("reciprocal", "rtruediv", "softplus", "elu", "leaky_relu", "mish", "dropout", "clamp", "where"),
-    *("masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not"),
-    *("maximum", "minimum", "sin", "cos", "erf", "log1p", "expm1", "swiglu", "zeros_like", "ones_like"),
-}
-_PACKED = {"chunk", "split", "narrow", "cat", "swiglu"}
-_VIEWS = {"view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze"}
-_SUMS, _MAXIMA = {"sum"}, {"amax"}
-_WHOLE = {
-    *("mean", "softmax", "log_softmax", "logsumexp", "norm", "vector_norm", "var", "std", "var_mean"),
-    *("argmax", "argmin", "max", "min", "amin", "prod", "cumsum", "sort", "topk", "normalize", "median"),
-}
-"""Functions that need all elements along their dimension."""
-_NORMS = {"layer_norm", "rms_norm", "add_rms_norm"}
-_PRODUCTS = {"linear", "matmul", "mm", "bmm"}
-_TRANSPOSES = {"transpose", "swapaxes", "permute", "movedim", "t", "mT", "T"}
+from pyruntime.ops.placements import PlacementError, tensors_in
 
 
 @dataclass(frozen=True)
@@ -99,9 +94,9 @@ class Followed(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is convert:
             return self._converted(*args, **kwargs)
-        operands = list(_tensors([*args, *kwargs.values()]))
+        operands = list(tensors_in([*args, *kwargs.values()]))
         found = [self.of(each) for each in operands]
-        name = _name(func)
+        name = name_of(func)
         is_ours = str(getattr(func, "_qualified_op_name", "")).startswith("pyruntime::")
         placed: Any = _B
         if is_ours and self._group.name in args:
@@ -111,7 +106,7 @@ class Followed(TorchFunctionMode):
         elif any(each != _B for each in found):
             placed = self._of_torch(name, args, kwargs, operands, found)
         result = func(*args, **kwargs)
-        results = list(_tensors([result]))
+        results = list(tensors_in([result]))
         if placed is _UNKNOWN and results:
             self.unknown.append(f"{self._module}: {name}")
         for each in results:
@@ -184,7 +179,7 @@ class Followed(TorchFunctionMode):
             return self._statistics(x, of_x)
         if name in ("cross_entropy", "cross_entropy_loss"):  # torch's, ours
             return self._loss(name, operands, found)
-        if name in _SUMS | _MAXIMA | _WHOLE | _NORMS:
+        if name in SUMS | MAXIMA | WHOLE | NORMS:
             return self._reduced(name, x, of_x, args, kwargs)
         if name == "scaled_dot_product_attention":
             for each, placed in zip(operands[:3], found[:3], strict=True):
@@ -195,16 +190,16 @@ class Followed(TorchFunctionMode):
             return Placed("S(1)")  # heads
         if name == "embedding" and found[1] == _B:
             return of_x
-        if name in _PRODUCTS:
+        if name in PRODUCTS:
             return self._product(name, operands, found)
-        if name in _TRANSPOSES:
+        if name in TRANSPOSES:
             return of_x if of_x.dim is None else _transposed(name, x, of_x, args)
-        if name in _VIEWS or name == "getitem":
+        if name in VIEWS or name == "getitem":
             return of_x
         if name in ("cat", "stack"):
             placed = self._alike(name, operands, found)
             return placed if name == "cat" or placed.dim is None else _UNKNOWN
-        if name in _LINEAR | _SCALED | _ELEMENTWISE:
+        if name in LINEAR | SCALED | ELEMENTWISE:
             return self._elementwise(name, args, operands, found)
         return _UNKNOWN
 
@@ -234,17 +229,17 @@ class Followed(TorchFunctionMode):
             if (name, placed.placement) in (("sum", "P"), ("amax", "P(max)")):
                 return placed
             self.refuse(name, "B", x, placed)
-        dims = _dims_of(name, x, args, kwargs)
+        dims = dims_of(name, x, args, kwargs)
         if placed.dim in dims:
-            if name in _SUMS:
+            if name in SUMS:
                 return Placed("P")
-            if name in _MAXIMA:
+            if name in MAXIMA:
                 return Placed("P(max)")
             is_loss = name in ("softmax", "log_softmax", "logsumexp")
             advice = "" if placed.dim < x.dim() - 1 else _LOSS if is_loss else _GATHER
             self.refuse(name, f"B along dimension {placed.dim}", x, placed, advice)
         keeps = kwargs.get("keepdim") or (len(args) > 2 and args[2] is True)
-        if keeps or name not in _SUMS | _MAXIMA | {"mean", "logsumexp", "norm", "vector_norm", "var", "std"}:
+        if keeps or name not in SUMS | MAXIMA | {"mean", "logsumexp", "norm", "vector_norm", "var", "std"}:
             return placed if name not in ("argmax", "argmin", "max", "min", "median") else _UNKNOWN
         return placed.along(placed.dim - sum(dim < placed.dim for dim in dims))
 
@@ -283,11 +278,11 @@ class Followed(TorchFunctionMode):
         is_sum = of_x.placement == "P"
         together = len(terms) == len(found) and all(placed == of_x for placed in found)
         numbers = any(isinstance(each, int | float) and not isinstance(each, bool) for each in args[1:])
-        moves = name in _LINEAR and together and not (name[-3:] in ("add", "sub") and numbers)
+        moves = name in LINEAR and together and not (name[-3:] in ("add", "sub") and numbers)
         adds = is_sum or name not in ("add", "radd", "iadd", "sub", "rsub", "isub", "neg")
         if moves and adds:
             return of_x
-        scales = name in _SCALED and len(terms) == 1 and all(placed in (of_x, _B) for placed in found)
+        scales = name in SCALED and len(terms) == 1 and all(placed in (of_x, _B) for placed in found)
         if is_sum and scales and (name.endswith("mul") or found[0] == of_x):
             return of_x
         if not is_sum and name == "maximum" and together:
@@ -329,20 +324,20 @@ class Followed(TorchFunctionMode):
             return placed
         if not placed.whole:  # of an operator: as all ranks hold equal parts
             return placed.along(placed.dim, y.shape[placed.dim] * self._group.size)
-        if name not in _VIEWS:
+        if name not in VIEWS:
             return self._sliced(placed, args[0], y) if name == "getitem" else _parts(placed, args, y, name)
         x = args[0]
         if name == "unsqueeze" and len(args) > 1:
             return placed.along(placed.dim + (args[1] % y.dim() <= placed.dim))
         before, size = math.prod(x.shape[: placed.dim]), x.shape[placed.dim]
-        # What is cut stays in the dimension before which there are as many elements.
+        # A view keeps the elements before the cut dimension.
         dims = [
             dim
             for dim, new in enumerate(y.shape)
             if math.prod(y.shape[:dim]) == before and size and placed.whole * new % size == 0
         ]
         if len(dims) > 1:  # beside dimensions of one element; "-1" is the number that differs between ranks
-            dims = [dim for dim in dims if dim == _open_dim(name, x, args)]
+            dims = [dim for dim in dims if dim == open_dim(name, x, args)]
         if not dims:
             self.unknown.append(f"{self._module}: {name}")
             return None
@@ -359,8 +354,8 @@ class Followed(TorchFunctionMode):
 
 def _parts(placed: Placed, args: Sequence[Any], y: Tensor, name: str) -> Placed:
     """That of a part of a packed tensor, or of several that are packed."""
-    dim, x = placed.dim, next(_tensors(args))
-    if dim is None or name not in _PACKED:
+    dim, x = placed.dim, next(tensors_in(args))
+    if dim is None or name not in PACKED:
         return placed
     return placed.along(dim, placed.whole * y.shape[dim] // max(1, x.shape[dim]))
 
@@ -368,38 +363,6 @@ def _parts(placed: Placed, args: Sequence[Any], y: Tensor, name: str) -> Placed:
 _UNKNOWN = object()
 _GATHER = "set gather_output=True at the layer before it, or put it behind a row-parallel linear"
 _LOSS = "use vocab_parallel_cross_entropy for a loss, or set gather_output=True at the layer before it"
-
-
-def _name(func: Any) -> str:
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        name = getattr(getattr(func, "__self__", None), "__name__", name)
-    return name.strip("_")
-
-
-def _dims_of(name: str, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> set[int]:
-    """The dimensions over which a function takes a sum, a maximum or a norm."""
-    if name == "layer_norm" or (name == "rms_norm" and isinstance(args[1], list | tuple | torch.Size)):
-        shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
-        return set(range(x.dim() - len(shape), x.dim()))
-    if name in _NORMS:
-        return {x.dim() - 1}
-    at = 2 if name in ("norm", "vector_norm", "topk", "normalize") else 1
-    default = {"topk": -1, "sort": -1, "normalize": 1}.get(name)
-    dims = kwargs.get("dim", args[at] if len(args) > at and not isinstance(args[at], bool) else default)
-    if dims is None:
-        return set(range(x.dim()))
-    return {each % x.dim() for each in (dims if isinstance(dims, list | tuple) else [dims])}
-
-
-def _open_dim(name: str, x: Tensor, args: Sequence[Any]) -> int | None:
-    """The dimension of a view whose size was given as -1."""
-    if name not in ("view", "reshape", "unflatten"):
-        return None
-    sizes = args[2] if name == "unflatten" else args[1:]
-    sizes = sizes[0] if sizes and isinstance(sizes[0], list | tuple) else sizes
-    first = args[1] % x.dim() if name == "unflatten" else 0
-    return first + sizes.index(-1) if -1 in sizes else None
 
 
 def _transposed(name: str, x: Tensor, placed: Placed, args: Sequence[Any]) -> Placed:
@@ -411,11 +374,3 @@ def _transposed(name: str, x: Tensor, placed: Placed, args: Sequence[Any]) -> Pl
             shape = torch.empty([1 + dim for dim in range(x.dim())], device="meta")
             order = torch.tensor(list(getattr(torch.Tensor, name)(shape, *args[1:]).shape), device="cpu") - 1
     return placed.along(order.tolist().index(placed.dim))
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)

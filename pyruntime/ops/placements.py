@@ -123,7 +123,7 @@ class PlacementCheck(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        results, operands = list(_tensors([result])), list(_tensors([*args, *kwargs.values()]))
+        results, operands = list(tensors_in([result])), list(tensors_in([*args, *kwargs.values()]))
         if not results or not any(each in self._found for each in operands):
             return result  # not part of the graph: a number for the log, or backward()
         name = getattr(func, "__name__", "")
@@ -213,12 +213,13 @@ class PlacementCheck(TorchFunctionMode):
         return f"{self._names.get(tensor) or 'a tensor'} {list(tensor.shape)} ({placed})"
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yields the tensors among values, and in lists and tuples among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _sums_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

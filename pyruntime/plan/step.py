@@ -98,7 +98,7 @@ class Predictor:
         self.sums_whole, self.head_rows = sums_whole, head_rows
         self._layers: dict[tuple, LayerSeconds] = {}
         self._of_dense: Predictor | None = None
-        """Of the layers without experts of a model that has some."""
+        """Predicts the layers without experts of a model that has some."""
         if job.model.dense_layers:
             dense = replace(job, model=job.model.dense)
             self._of_dense = Predictor(dense, overlap, reduce_bytes, regather, sums_whole, head_rows)

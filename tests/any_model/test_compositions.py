@@ -235,7 +235,7 @@ def test_the_compact_model_passes_and_all_of_it_is_followed(ranks):
 
 
 def beside(group):
-    """What is followed no further, and what is no model for it."""
+    """Returns the functions that cannot be followed, and the refusals of models."""
     layer = ColumnParallelLinear(D, 16, group=group)
     model = nn.Sequential(layer, nn.GLU(), nn.Linear(4, 8))
     unknown = check_composition(model, (torch.zeros(3, D),), ("S(0)",))

@@ -206,7 +206,7 @@ class HeadNet(torch.nn.Module):
 
 
 def explained_head(group, transport, sequence_parallel, rows, dtype, chunk_rows):
-    """What explain() says moves in each line, what this rank's ledger counted, and lines without a loss."""
+    """Returns the bytes of each line by explain() and by this rank's ledger, and the lines without a loss."""
     take(group, transport)
     net = HeadNet(group, sequence_parallel, 27, dtype)
     ids = torch.arange(rows) % 27
