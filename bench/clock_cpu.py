@@ -45,7 +45,9 @@ from pyruntime.clock.step_account import COMPUTING, WORK, Span
 from pyruntime.ops.attention import causal_attention
 from pyruntime.plan.cluster import Cluster
 
-EXPERTS = " --model.experts 8 --model.experts_per_token 2"
+# The clock's experts get equal shares of the rows. A router that learns would send nearly all rows of these
+# few steps to two experts, of one rank or of two.
+EXPERTS = " --model.experts 8 --model.experts_per_token 2 --optimizer.lr 1e-12"
 CONFIGS = {
     "dim256": "--config dim256",
     "dim1024": "--config dim1024",

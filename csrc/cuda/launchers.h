@@ -326,6 +326,40 @@ typedef struct {
 PYRUNTIME_API int pyruntime_weighted_gating(const PyruntimeGating* gating, void* stream);
 PYRUNTIME_API int pyruntime_weighted_gating_backward(const PyruntimeGating* gating, void* stream);
 
+/* The order of the rows that a router has sent to experts. Place p of the table is slot p % slots of row
+   p / slots; expert e belongs to group (e - first) / per, if that is one of `groups`. Every group gets its
+   places in ascending order, with per > 1 only the first of a row; groups follow one another. Nothing beyond
+   the sum of all counts is written into what is written for each place in that order. */
+typedef struct {
+  int64_t rows;
+  int32_t slots;
+  int32_t first, per, groups;
+  const float* table; /* [rows, 2 slots]: the experts of each row, or -1 for none, then the weight of each */
+  int64_t* counts;    /* [groups]: the places of each */
+  int32_t* scratch;   /* [pyruntime_sort_routes_scratch()], for the kernels' use */
+  int64_t* rows_of;   /* [rows * slots]: in the order of the groups, the row of each place */
+  int64_t* places;    /* [rows * slots]: the place itself; nullptr: not asked for */
+  float* weights;     /* [rows * slots]: its weight; nullptr: not asked for */
+  int32_t*
+      positions; /* [rows * slots]: where each place is in that order, -1: nowhere; nullptr: not asked for */
+} PyruntimeRoutes;
+
+PYRUNTIME_API int pyruntime_sort_routes(const PyruntimeRoutes* routes, void* stream);
+PYRUNTIME_API int64_t pyruntime_sort_routes_scratch(int64_t rows, int32_t slots, int32_t groups);
+
+/* y [rows, columns]: for each row the sum of the rows of `values` at its positions, as
+   pyruntime_sort_routes() writes them, without those below 0: in ascending order, in fp32, rounded once. */
+typedef struct {
+  int32_t dtype;
+  int32_t slots;
+  int64_t rows, columns, held;
+  const int32_t* positions; /* [rows, slots], below `held`; those of a row differ */
+  const void* values;       /* [held, columns] */
+  void* y;
+} PyruntimePlaceSums;
+
+PYRUNTIME_API int pyruntime_sum_places(const PyruntimePlaceSums* sums, void* stream);
+
 /* The address of the heads of q, k or v; strides in elements, the elements of a head contiguous. */
 typedef struct {
   void* data;

@@ -424,12 +424,17 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
-// The host is given zeros for losses, norms and flags. Of integers it computes shapes, so they are those of
-// the clock, or refused.
-void fill_for_host(const at::Tensor& tensor) {
+// The host is given zeros for losses, norms and flags. Of integers it computes shapes, so they are what a
+// launch has written to `from`, or those of the clock, or refused.
+void fill_for_host(const at::Tensor& tensor, const void* from) {
   const bool is_flag = tensor.scalar_type() == at::kByte || tensor.scalar_type() == at::kBool;
   if (is_flag || !at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false)) {
     tensor.zero_();
+    return;
+  }
+  const std::vector<int64_t> written = Clock::instance().take_numbers(from);
+  if (static_cast<int64_t>(written.size()) == tensor.numel() && !written.empty()) {
+    tensor.copy_(at::tensor(written, at::kLong).view(tensor.sizes()));
     return;
   }
   const int64_t below = Clock::instance().integers_below();
@@ -446,7 +451,7 @@ at::Tensor copy_in_virtual_time(const at::Tensor& self, const at::Tensor& dst, c
   const int device = is_sim(self) ? self.device().index() : dst.device().index();
   enqueue(device, name, [] {}, is_inside ? memory_work(bytes) : Work{name, {bytes / 2}});
   if (dst.device().is_cpu()) {
-    fill_for_host(dst);
+    fill_for_host(dst, self.const_data_ptr());
   }
   if (is_inside || goes_on) return dst;
   HostWaits::count(name);
@@ -493,7 +498,7 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   current_queue(self.device().index()).synchronize();
   if (Clock::is_on()) {
     const at::Tensor value = at::empty({}, at::TensorOptions().dtype(self.scalar_type()));
-    fill_for_host(value);
+    fill_for_host(value, self.const_data_ptr());
     return value.item();
   }
   const OpenMemory open;

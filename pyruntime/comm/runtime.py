@@ -349,14 +349,21 @@ class Runtime:
 
     def exposed_by_axis(self) -> dict[str, float]:
         """Returns the seconds in which this rank has done nothing but wait for peers, copy and sum, over all
-        its open groups and their companions, by traffic class: "tp", "cp", "pp", "dp", "checkpoint".
-        Exchanges among all ranks of several axes are "all". The values add up to `comm.exposed_s()`."""
+        its open groups and their companions: "tp", "cp", "pp", "dp", "checkpoint", and "ep" where
+        `start(ep=...)` made it another group than tp's. Exchanges among all ranks of several axes are "all".
+        The values add up to `comm.exposed_s()`."""
         seconds = exposed_by_class()
+        # A group's own exchanges have the class tp, whatever its axis is.
+        groups = {axis.name: axis.mesh for axis in (self.cp, self.pp, self.dp)}
+        names = {name: group_name(mesh) for name, mesh in groups.items() if mesh is not None and mesh.ndim == 1}
+        if self._experts is not None:
+            names["ep"] = group_name(self.ep)
         if self.mesh.ndim > 1:
-            # The group of all ranks belongs to no axis; its class is the default one, tp.
-            own = stats(self.world)
-            seconds["all"] = own.waiting_s + own.moving_s
-            seconds["tp"] = max(0.0, seconds.get("tp", 0.0) - seconds["all"])
+            names["all"] = group_name(self.world)
+        for axis, name in names.items():
+            own = stats(name)
+            seconds[axis] = seconds.get(axis, 0.0) + own.waiting_s + own.moving_s
+            seconds["tp"] = max(0.0, seconds.get("tp", 0.0) - own.waiting_s - own.moving_s)
         return seconds
 
     def stats(self) -> _C.CommStats:

@@ -91,8 +91,8 @@ def experts(
 
     For the backward, gate_up's results [rows of this rank's experts, 2 F] are kept, and between hosts those
     rows. Raises ValueError for shapes that do not fit and ids that are no experts', TypeError for dtypes,
-    CommTimeout and PeerLost if a peer is late or gone. On a device the host waits for the ids, once in each
-    direction.
+    CommTimeout and PeerLost if a peer is late or gone. On a device the host waits for the numbers of rows of
+    this rank's experts, once in each direction, and without kernels (fp64) for all ids.
     """
     found = torch.ops.pyruntime.experts(
         x,

@@ -59,7 +59,7 @@ class StepFigures:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-AXES = ("tp", "cp", "pp", "dp", "checkpoint", "all")
+AXES = ("tp", "cp", "pp", "dp", "ep", "checkpoint", "all")
 """Axes of `Runtime.exposed_by_axis`, in the order in which ranks exchange their seconds."""
 COUNTED = ("dp", "tp", "pp", "cp")
 """Traffic classes whose bytes are counted for each step."""

@@ -46,7 +46,7 @@ def operations(group, dtype: torch.dtype) -> dict[str, int]:
         return sim.launches()
 
 
-def test_gating_is_one_launch_each_way_but_in_float64(ranks):
+def test_rows_are_sorted_gated_and_summed_by_kernels_but_in_float64(ranks):
     of_chain = {"aten::sigmoid", "aten::mul", "aten::sum"}
     kernels_of = {}
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
@@ -54,4 +54,6 @@ def test_gating_is_one_launch_each_way_but_in_float64(ranks):
         assert rank.error is None, rank.error
         assert of_chain & set(rank.value) == (of_chain if dtype == torch.float64 else set())
         kernels_of[dtype] = rank.value.get("kernel", 0)
-    assert kernels_of[torch.bfloat16] == kernels_of[torch.float32] == kernels_of[torch.float64] + 2
+    each_way = 3 + 1 + 1
+    assert kernels_of[torch.bfloat16] == kernels_of[torch.float32] == 2 * each_way
+    assert kernels_of[torch.float64] == 0

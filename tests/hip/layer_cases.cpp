@@ -15,15 +15,6 @@ double allowed(double wanted) {
   return (unit<T>() + 8e-6) * std::fabs(wanted) + 2e-6;
 }
 
-// Waits for the stream: a record of failures can be asked for, and a group of one rank has one.
-void wait(Rank& rank) {
-  const PyruntimeWorkspace shape{1, 1, 0};
-  device::Handle unused;
-  void* base = device::allocate_shared(pyruntime_workspace_bytes(&shape), unused);
-  ok(pyruntime_prepare_workspace(&shape, base, rank.stream()));
-  expect_no_failure(rank, {shape, 0, 0, kPatience, &base, 0, 0, nullptr});
-}
-
 // ---- sums in rank order ----
 
 template <class T>

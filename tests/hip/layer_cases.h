@@ -7,5 +7,6 @@
 namespace run {
 
 void add_layer_cases(std::vector<Case>& cases);
+void add_route_cases(std::vector<Case>& cases);
 
 }  // namespace run

@@ -204,6 +204,15 @@ void expect_no_failure(const Rank& rank, const PyruntimeGroup& group) {
   require(failure.state == PYRUNTIME_NO_FAILURE, description(failure));
 }
 
+// A record of failures can be asked for, and a group of one rank has one.
+void wait(Rank& rank) {
+  const PyruntimeWorkspace shape{1, 1, 0};
+  device::Handle unused;
+  void* base = device::allocate_shared(pyruntime_workspace_bytes(&shape), unused);
+  ok(pyruntime_prepare_workspace(&shape, base, rank.stream()));
+  expect_no_failure(rank, {shape, 0, 0, kPatience, &base, 0, 0, nullptr});
+}
+
 PyruntimeFailure expect_failure(const Rank& rank, const PyruntimeGroup& group, int peer) {
   const PyruntimeFailure failure = failure_of(rank, group);
   require(failure.state == PYRUNTIME_FAILED,

@@ -61,6 +61,8 @@ class Workspaces {
 
 // The stream has ended and nothing has failed.
 void expect_no_failure(const Rank& rank, const PyruntimeGroup& group);
+// Waits for the stream of a rank without a group.
+void wait(Rank& rank);
 // A wait for `peer` has failed, of this rank or of the one that told it to stop.
 PyruntimeFailure expect_failure(const Rank& rank, const PyruntimeGroup& group, int peer);
 

@@ -44,6 +44,7 @@ int main(int count, char** words) {
   std::vector<Case> cases;
   add_gemm_cases(cases);
   add_layer_cases(cases);
+  add_route_cases(cases);
   int ran = 0, failed = 0;
   for (const Case& one : cases) {
     if (!chosen(one.name, count, words)) continue;

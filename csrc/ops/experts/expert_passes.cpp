@@ -97,9 +97,10 @@ void SumsOfExperts::begin(const std::vector<Chunk>& order) {
 
 void SumsOfExperts::write(const at::Tensor& out, const Chunk& chunk) {
   if (!made_.is_cpu()) {
-    if (!sums_.defined()) sums_ = sums_of_all();
-    out.select(0, 0).copy_(sums_.narrow(0, chunk.begin, chunk.rows));
-    return;
+    const Chunk every{own_.owner, 0, form_.rows};
+    if (!std::exchange(all_are_made_, true) && routed_.size() > 0)
+      compute_({0, routed_.experts(), routed_.all(), every}, made_);
+    return routed_.sum(made_, chunk, out.select(0, 0));
   }
   int64_t begin = chunk.begin, end = begin + chunk.rows;
   for (const Chunk& next : order_) {
@@ -124,12 +125,6 @@ void SumsOfExperts::make(int64_t begin, int64_t end) {
     std::fill(from, to, true);
     from = to;
   }
-}
-
-at::Tensor SumsOfExperts::sums_of_all() {
-  const Chunk every{own_.owner, 0, form_.rows};
-  if (routed_.size() > 0) compute_({0, routed_.experts(), routed_.all(), every}, made_);
-  return routed_.sums(made_);
 }
 
 // --- rows

@@ -72,8 +72,6 @@ class SumsOfExperts {
   void write(const at::Tensor& out, const Chunk& chunk);
   // On a CPU: what is not made yet of these rows.
   void make(int64_t begin, int64_t end);
-  // On a device: the sums of all rows, [rows, D].
-  at::Tensor sums_of_all();
 
   const ExpertRows& routed_;
   Operand form_;  // of all rows
@@ -82,7 +80,7 @@ class SumsOfExperts {
   Compute compute_;
   std::vector<Chunk> order_;
   at::Tensor made_;            // [routed rows, D], in their order
-  at::Tensor sums_;            // sums_of_all(), once it was called
+  bool all_are_made_ = false;  // on a device
   std::vector<bool> is_made_;  // of all rows, on a CPU
 };
 

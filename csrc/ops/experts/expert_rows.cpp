@@ -3,12 +3,15 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_embedding_bag_forward_only.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <string>
 #include <tuple>
+#include <utility>
 
 #include "cpu/layers/sum_rows.h"
+#include "ops/device/device_call.h"
 
 namespace pyruntime {
 
@@ -32,20 +35,75 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> on_device(c10::Device
 }  // namespace
 
 ExpertRows::ExpertRows(const at::Tensor& table, int64_t first, int64_t count, bool pads)
-    : pads_(pads), begins_(count + 1, 0), counts_(count, 0) {
-  const int64_t rows = table.size(0), slots = table.size(1) / 2;
+    : pads_(pads), experts_(count), slots_(table.size(1) / 2) {
+  if (!table.is_cpu() && count > 0 && table.scalar_type() == at::kFloat) {
+    std::string why_not;
+    kernels_ = DeviceLibrary::find(table.device().type(), why_not);
+  }
+  kernels_ == nullptr ? sort_on_host(table, first) : sort_on_device(table.contiguous(), first);
+}
+
+void ExpertRows::sort_on_device(const at::Tensor& table, int64_t first) {
+  const DeviceCall call(table.device());
+  const int64_t rows = table.size(0), slots = slots_;
+  const auto empty = [&](int64_t size, at::ScalarType dtype) {
+    return at::empty({size}, table.options().dtype(dtype));
+  };
+  const at::Tensor counts = empty(experts_, at::kLong);
+  const at::Tensor scratch =
+      empty(kernels_->sort_routes_scratch(rows, static_cast<int32_t>(slots), static_cast<int32_t>(experts_)),
+            at::kInt);
+  rows_ = empty(rows * slots, at::kLong);
+  places_ = empty(rows * slots, at::kLong);
+  weights_ = empty(rows * slots, at::kFloat);
+  positions_ = empty(rows * slots, at::kInt);
+  const PyruntimeRoutes routes{rows,
+                               static_cast<int32_t>(slots),
+                               static_cast<int32_t>(first),
+                               /*per=*/1,
+                               static_cast<int32_t>(experts_),
+                               table.const_data_ptr<float>(),
+                               counts.mutable_data_ptr<int64_t>(),
+                               scratch.mutable_data_ptr<int32_t>(),
+                               rows_.mutable_data_ptr<int64_t>(),
+                               places_.mutable_data_ptr<int64_t>(),
+                               weights_.mutable_data_ptr<float>(),
+                               positions_.mutable_data_ptr<int32_t>()};
+  kernels_->check(kernels_->sort_routes(&routes, call.stream));
+  counts_on_host_ = at::empty({experts_}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
+  counts_on_host_.copy_(counts, /*non_blocking=*/true);
+  is_here_ = std::make_unique<c10::Event>(table.device().type());
+  is_here_->record(c10::impl::VirtualGuardImpl(table.device().type()).getStream(table.device()));
+}
+
+void ExpertRows::set(std::vector<int64_t> counts) const {
+  counts_ = std::move(counts);
+  begins_.assign(1, 0);
+  for (const int64_t rows : counts_) begins_.push_back(begins_.back() + padded(rows));
+}
+
+const std::vector<int64_t>& ExpertRows::begins() const {
+  if (begins_.empty()) {
+    is_here_->synchronize();
+    const int64_t* const counts = counts_on_host_.const_data_ptr<int64_t>();
+    set({counts, counts + experts_});
+  }
+  return begins_;
+}
+
+void ExpertRows::sort_on_host(const at::Tensor& table, int64_t first) {
+  const int64_t rows = table.size(0), slots = slots_;
   const at::Tensor experts = table.narrow(1, 0, slots).to(at::kCPU, at::kLong).contiguous();
   const int64_t* const expert_of = experts.const_data_ptr<int64_t>();
   const auto here = [&](int64_t place) {
     const int64_t expert = expert_of[place] - first;
-    return 0 <= expert && expert < count ? expert : -1;
+    return 0 <= expert && expert < experts_ ? expert : -1;
   };
+  std::vector<int64_t> counts(experts_);
   for (int64_t place = 0; place < rows * slots; ++place) {
-    if (const int64_t expert = here(place); expert >= 0) ++counts_[expert];
+    if (const int64_t expert = here(place); expert >= 0) ++counts[expert];
   }
-  for (int64_t expert = 0; expert < count; ++expert) {
-    begins_[expert + 1] = begins_[expert] + padded(counts_[expert]);
-  }
+  set(std::move(counts));
   in_order_.resize(size());
   std::vector<int64_t> places(size()), row_begins(rows + 1);
   std::vector<int64_t> next(begins_.begin(), begins_.end() - 1);
@@ -60,7 +118,7 @@ ExpertRows::ExpertRows(const at::Tensor& table, int64_t first, int64_t count, bo
   for (int64_t row = 0; row < rows; ++row) row_begins[row + 1] += row_begins[row];
   std::vector<int64_t> of_row(row_begins.back());
   next.assign(row_begins.begin(), row_begins.end() - 1);
-  for (int64_t expert = 0; expert < count; ++expert) {
+  for (int64_t expert = 0; expert < experts_; ++expert) {
     const Run run = of(expert);
     for (int64_t at = run.begin; at < run.begin + run.count; ++at) of_row[next[in_order_[at]]++] = at;
   }
@@ -79,6 +137,7 @@ int64_t ExpertRows::padded(int64_t rows) const {
 }
 
 void ExpertRows::clear_padding(const at::Tensor& values) const {
+  if (!pads_) return;
   for (int64_t expert = 0; expert < experts(); ++expert) {
     const int64_t end = begins_[expert] + counts_[expert], left = begins_[expert + 1] - end;
     if (left > 0) values.narrow(0, end, left).zero_();
@@ -86,17 +145,35 @@ void ExpertRows::clear_padding(const at::Tensor& values) const {
 }
 
 void ExpertRows::sum(const at::Tensor& values, const Chunk& chunk, const at::Tensor& out) const {
-  layers::sum_rows(out, values, row_begins_.const_data_ptr<int64_t>() + chunk.begin,
-                   of_row_.const_data_ptr<int64_t>());
+  if (kernels_ != nullptr) return sum_by_kernel(values.contiguous(), chunk, out);
+  if (values.is_cpu()) {
+    return layers::sum_rows(out, values, row_begins_.const_data_ptr<int64_t>() + chunk.begin,
+                            of_row_.const_data_ptr<int64_t>());
+  }
+  if (size() == 0) {
+    out.zero_();
+    return;
+  }
+  constexpr int64_t kSum = 0;
+  const at::Tensor all = std::get<0>(at::_embedding_bag_forward_only(values, of_row_, row_begins_,
+                                                                     /*scale_grad_by_freq=*/false, kSum,
+                                                                     /*sparse=*/false,
+                                                                     /*per_sample_weights=*/{},
+                                                                     /*include_last_offset=*/true));
+  out.copy_(all.narrow(0, chunk.begin, chunk.rows));
 }
 
-at::Tensor ExpertRows::sums(const at::Tensor& values) const {
-  if (size() == 0) return at::zeros({row_begins_.numel() - 1, values.size(1)}, values.options());
-  constexpr int64_t kSum = 0;
-  return std::get<0>(at::_embedding_bag_forward_only(values, of_row_, row_begins_,
-                                                     /*scale_grad_by_freq=*/false, kSum, /*sparse=*/false,
-                                                     /*per_sample_weights=*/{},
-                                                     /*include_last_offset=*/true));
+void ExpertRows::sum_by_kernel(const at::Tensor& values, const Chunk& chunk, const at::Tensor& out) const {
+  const DeviceCall call(values.device());
+  const PyruntimePlaceSums sums{dtype_code(values.scalar_type()),
+                                static_cast<int32_t>(slots_),
+                                chunk.rows,
+                                values.size(1),
+                                values.size(0),
+                                positions_.const_data_ptr<int32_t>() + chunk.begin * slots_,
+                                values.const_data_ptr(),
+                                out.mutable_data_ptr()};
+  kernels_->check(kernels_->sum_places(&sums, call.stream));
 }
 
 ExpertRows::Run ExpertRows::of(int64_t expert, const Chunk& chunk) const {

@@ -65,6 +65,17 @@ void Clock::set_place(std::string place) {
   place_ = std::move(place);
 }
 
+void Clock::write_numbers(const void* at, std::vector<int64_t> numbers) {
+  const Lock lock(mutex_);
+  numbers_written_[at] = std::move(numbers);
+}
+
+std::vector<int64_t> Clock::take_numbers(const void* at) {
+  const Lock lock(mutex_);
+  const auto found = numbers_written_.extract(at);
+  return found.empty() ? std::vector<int64_t>() : std::move(found.mapped());
+}
+
 std::string Clock::place() {
   const Lock lock(mutex_);
   return place_;

@@ -64,6 +64,10 @@ class Clock {
   // none.
   void set_integers_below(int64_t below) { integers_below_ = below; }
   int64_t integers_below() const { return integers_below_; }
+  // What a launch writes to that address of a device: the host reads it from there once.
+  void write_numbers(const void* at, std::vector<int64_t> numbers);
+  // Those numbers; none if no launch has written there.
+  std::vector<int64_t> take_numbers(const void* at);
   // Keeps spans from now on, or none.
   void keep_spans(bool keep);
   std::vector<Span> take_spans();
@@ -86,6 +90,7 @@ class Clock {
   std::string place_;
   bool keeps_ = false;
   int64_t integers_below_ = 0;
+  std::map<const void*, std::vector<int64_t>> numbers_written_;
   std::vector<Span> spans_;
   std::unordered_map<std::string, int> numbers_;
   std::vector<std::string> texts_;

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -495,6 +496,38 @@ int pyruntime_weighted_gating(const PyruntimeGating* gating, void* stream) {
 int pyruntime_weighted_gating_backward(const PyruntimeGating* gating, void* stream) {
   const int64_t row = 6 * gating->features * sim::size_of(gating->dtype) + 8;
   return sim::touch(stream, "weighted_gating_backward", gating->rows * row);
+}
+
+// Experts get equal shares of the rows. To a group of several experts goes the share of the rows that have
+// one of them among k that are drawn: 1 - C(E - n, k) / C(E, k).
+int pyruntime_sort_routes(const PyruntimeRoutes* routes, void* stream) {
+  const int64_t experts = std::max<int64_t>(sim::Clock::instance().integers_below(), 1);
+  std::vector<int64_t> counts;
+  for (int64_t group = 0; group < routes->groups; ++group) {
+    const int64_t first = routes->first + group * routes->per;
+    const int64_t held = std::clamp<int64_t>(experts - first, 0, routes->per);
+    double without = 1;
+    for (int64_t slot = 0; slot < routes->slots; ++slot)
+      without *= static_cast<double>(std::max<int64_t>(experts - held - slot, 0)) / (experts - slot);
+    const double share = routes->per == 1 ? static_cast<double>(held * routes->slots) / experts : 1 - without;
+    counts.push_back(static_cast<int64_t>(static_cast<double>(routes->rows) * share));
+  }
+  const int64_t size = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  sim::Clock::instance().write_numbers(routes->counts, std::move(counts));
+  const int64_t places = routes->rows * routes->slots;
+  const int64_t blocks = pyruntime_sort_routes_scratch(routes->rows, routes->slots, routes->groups);
+  sim::touch(stream, "sort_routes", 4 * places + 4 * blocks);
+  sim::touch(stream, "sort_routes", 8 * blocks);
+  return sim::touch(stream, "sort_routes", 4 * places + 4 * places + 4 * blocks + 20 * size);
+}
+
+int64_t pyruntime_sort_routes_scratch(int64_t rows, int32_t slots, int32_t groups) {
+  return (rows * slots + 511) / 512 * groups;
+}
+
+int pyruntime_sum_places(const PyruntimePlaceSums* sums, void* stream) {
+  const int64_t bytes = (sums->held + sums->rows) * sums->columns * sim::size_of(sums->dtype);
+  return sim::touch(stream, "sum_places", bytes + 4 * sums->rows * sums->slots);
 }
 
 int pyruntime_rope(const PyruntimeRope* rope, void* stream) {

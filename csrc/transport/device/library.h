@@ -23,6 +23,7 @@ namespace pyruntime {
   use(choose_tiles) use(all_gather_matmul) use(matmul_reduce_scatter) \
   use(reduce) use(adamw) use(adamw_ahead) use(swiglu) use(swiglu_backward) use(rope) \
   use(weighted_gating) use(weighted_gating_backward) \
+  use(sort_routes) use(sort_routes_scratch) use(sum_places) \
   use(cross_entropy_stats) use(cross_entropy_gradient) use(is_capturing) use(multiprocessors)
 #define PYRUNTIME_COMPRESSION_FUNCTIONS(use) use(pack_fp8) use(unpack_fp8) use(quantize) use(dequantize)
 #define PYRUNTIME_NORM_FUNCTIONS(use) use(rms_norm) use(rms_norm_parts) use(rms_norm_backward)
