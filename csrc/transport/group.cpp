@@ -207,8 +207,8 @@ void Group::forget_destroyed() {
 
 std::string Group::companion(const std::string& of, TrafficClass traffic_class,
                              std::optional<std::pair<int, int>> edge, int within) {
-  TORCH_CHECK_VALUE(within >= -1 && within <= 3, "A companion was asked for at place ", within,
-                    " within its class; use -1 to 3.");
+  TORCH_CHECK_VALUE(within >= -2 && within <= 3, "A companion was asked for at place ", within,
+                    " within its class; use -2 to 3.");
   const GroupKey key{of, traffic_class, edge, within};
   const std::string name = key.name();
   {

@@ -29,10 +29,10 @@ struct TransportMaker {
 
   // Tells messages of this rendezvous apart from those of others over the same process group.
   int instance() const {
-    constexpr int64_t kPlaces = 4;                         // places within a class: -1 to 2
+    constexpr int64_t kPlaces = 6;                         // places within a class: -2 to 3
     const int64_t groups = 1 + kPlaces * kTrafficClasses;  // groups that share the process group and a rank
     const int64_t own =
-        key.companion ? 1 + kPlaces * static_cast<int64_t>(*key.companion) + key.within + 1 : 0;
+        key.companion ? 1 + kPlaces * static_cast<int64_t>(*key.companion) + key.within + 2 : 0;
     return static_cast<int>((gathered.number * groups + own) % (int64_t{1} << 30));
   }
   // Each raises ValueError if the feature was requested and there is a reason against it.

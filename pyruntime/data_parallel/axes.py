@@ -22,7 +22,7 @@ MOST_ANY_TIME = 2
 """Flights under way if ranks begin them at different moments: half of the slots. Then no rank waits for a
 slot that another still uses. It has all rows of the flight two before, so every rank had begun that flight,
 and so had finished the one four before."""
-BEFORE_GRADIENTS, AFTER_GRADIENTS = -1, 1
+SMALL_GRADIENTS, BEFORE_GRADIENTS, AFTER_GRADIENTS = -2, -1, 1
 
 
 class Flight(Protocol):
@@ -176,11 +176,14 @@ class FlightAxis:
 class Axes:
     """The axes of a sharded model. `shard`: states are cut over its ranks. `replicate`: its ranks hold the
     same. Gradients are summed over both. `weights`: the ranks of `shard`, in a group of their own for
-    weights, so that gradients and weights do not wait for each other's slots."""
+    weights, so that gradients and weights do not wait for each other's slots. `small`: on devices the same
+    ranks in groups of their own for gradients of small parameters, which come late behind those of experts: a
+    layer's matrices would wait for their slots."""
 
     shard: FlightAxis
     replicate: FlightAxis
     weights: FlightAxis
+    small: Axes | None = None
 
     @property
     def size(self) -> int:
@@ -244,18 +247,27 @@ def axes_of(mesh: DeviceMesh | None, stage: int) -> Axes:
     """
     if mesh is None:
         return own_axes()
+    if mesh.ndim == 1:
+        shard, replicate = (None, mesh) if stage == 0 else (mesh, None)
+    elif mesh.ndim == 2 and stage > 0:
+        of_replicas, of_shards = mesh.mesh_dim_names or (0, 1)
+        shard, replicate = mesh[of_shards], mesh[of_replicas]
+    else:
+        raise _no_axes(mesh, stage)
+
+    def axis(of: DeviceMesh | None, *place: int) -> FlightAxis:
+        return FlightAxis(None) if of is None else FlightAxis.of(of, *place)
+
     # At stage 3 the computation waits for weights. At 1 and 2 it waits for gradients while weights return.
     place = (BEFORE_GRADIENTS, MOST_FLIGHTS) if stage == 3 else (AFTER_GRADIENTS, MOST_ANY_TIME)
-    if mesh.ndim == 1:
-        if stage == 0:
-            return Axes(FlightAxis(None), FlightAxis.of(mesh), FlightAxis(None))
-        return Axes(FlightAxis.of(mesh), FlightAxis(None), FlightAxis.of(mesh, *place))
-    if mesh.ndim == 2 and stage > 0:
-        replicate, shard = mesh.mesh_dim_names or (0, 1)
-        return Axes(
-            FlightAxis.of(mesh[shard]), FlightAxis.of(mesh[replicate]), FlightAxis.of(mesh[shard], *place)
-        )
-    raise ValueError(
+    weights, small = axis(shard, *place), None
+    if mesh.device_type != "cpu":
+        small = Axes(axis(shard, SMALL_GRADIENTS), axis(replicate, SMALL_GRADIENTS), weights)
+    return Axes(axis(shard), axis(replicate), weights, small)
+
+
+def _no_axes(mesh: DeviceMesh, stage: int) -> ValueError:
+    return ValueError(
         f"stage={stage} over a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}: pass one dimension "
         '(mesh["dp"]), or, at stages 1 to 3, two (mesh["dp_replicate", "dp_shard"]); states are cut over '
         "the last one."

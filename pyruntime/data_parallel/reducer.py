@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from pyruntime.comm.core import _C
-from pyruntime.data_parallel.axes import flight_axes
+from pyruntime.data_parallel.axes import Axes, flight_axes
 from pyruntime.data_parallel.bucket_sum import Launch, Touched, blocks_of, launch, may_send_some
 from pyruntime.data_parallel.buckets import Bucket, LineSpan
 from pyruntime.data_parallel.touched import touched_rows
@@ -78,6 +78,11 @@ class _Inbox:
         self.earlier = [None] * len(self.earlier)
 
 
+def _axes_of(bucket: Bucket) -> Axes:
+    """Returns the axes over which a bucket's gradient is summed."""
+    return bucket.axes if bucket.is_matrix or bucket.axes.small is None else bucket.axes.small
+
+
 class GradientReducer:
     """Sums the gradients of `buckets` over their axes during the backward pass.
 
@@ -99,7 +104,7 @@ class GradientReducer:
         launch: Launch = launch,
     ):
         self._reduce_dtype, self._launch = reduce_dtype, launch
-        self._axes = list(dict.fromkeys(bucket.axes for bucket in buckets))
+        self._axes = list(dict.fromkeys(map(_axes_of, buckets)))
         self._before_leaving, self._on_reduced = before_leaving, on_reduced
         self._inboxes = [_Inbox(bucket) for bucket in buckets]
         self._place_of: dict[int, tuple[int, int]] = {}
@@ -401,7 +406,7 @@ class GradientReducer:
         def reduced(bucket: Bucket, gradient: Tensor) -> None:
             self._on_reduced(bucket, gradient, is_whole)
 
-        self._hasten = self._launch(bucket, dtype, bucket.axes, write, reduced, touched)
+        self._hasten = self._launch(bucket, dtype, _axes_of(bucket), write, reduced, touched)
         inbox.clear()
 
     def _touched(
