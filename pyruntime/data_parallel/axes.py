@@ -258,10 +258,12 @@ def axes_of(mesh: DeviceMesh | None, stage: int) -> Axes:
     def axis(of: DeviceMesh | None, *place: int) -> FlightAxis:
         return FlightAxis(None) if of is None else FlightAxis.of(of, *place)
 
-    # At stage 3 the computation waits for weights. At 1 and 2 it waits for gradients while weights return.
-    place = (BEFORE_GRADIENTS, MOST_FLIGHTS) if stage == 3 else (AFTER_GRADIENTS, MOST_ANY_TIME)
-    weights, small = axis(shard, *place), None
-    if mesh.device_type != "cpu":
+    # At stage 3 the computation waits for weights. At 1 and 2 it waits for gradients while weights return, and
+    # CPU ranks begin these at moments of their own.
+    on_device = mesh.device_type != "cpu"
+    most = MOST_FLIGHTS if on_device or stage == 3 else MOST_ANY_TIME
+    weights, small = axis(shard, BEFORE_GRADIENTS if stage == 3 else AFTER_GRADIENTS, most), None
+    if on_device:
         small = Axes(axis(shard, SMALL_GRADIENTS), axis(replicate, SMALL_GRADIENTS), weights)
     return Axes(axis(shard), axis(replicate), weights, small)
 

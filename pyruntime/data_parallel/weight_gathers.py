@@ -31,6 +31,12 @@ from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.nn import VocabParallelEmbedding
 
 
+LATER = 3
+"""On devices one of so many buckets is sent during the backward pass, evenly among them, besides as many that
+the forward pass reads first. A backward pass takes twice as long as a forward pass, and gradients are as many
+bytes as weights: so the links have as much to do in both."""
+
+
 def _reads_again(module: nn.Module) -> bool:
     """Whether the module's backward pass also reads its weights. A derived class may do anything, so yes."""
     return type(module) not in (nn.Embedding, VocabParallelEmbedding)
@@ -220,7 +226,8 @@ class GatherAhead(Gatherer):
 
     Ahead, CPU ranks begin a gather when an earlier one has arrived, each at its own moment. Arrivals on a
     device are known to its streams alone, so there all ranks begin a gather as soon as it is shown; what is
-    too many under way is completed in the order of the stream."""
+    too many under way is completed in the order of the stream. A device shows only some: gradients need the
+    links during the backward pass, and the forward pass needs them for nothing else (`LATER`)."""
 
     def __init__(self, model: nn.Module, weights: Sequence[BucketWeights], shard: FlightAxis):
         super().__init__(model, weights, shard)
@@ -230,13 +237,15 @@ class GatherAhead(Gatherer):
         """The number of those that have begun."""
         self._left: list[BucketWeights] = []
         """Buckets that were sent ahead of the running update."""
+        self._later: set[BucketWeights] = set()
+        """Those that are never sent ahead."""
         self._sees_arrivals = all(each.bucket.device.type == "cpu" for each in self._weights)
 
     def ahead(self, bucket: Bucket, rows: Sequence[Tensor]) -> None:
-        axis = self._weights[0].axis
-        if self._is_agreed and axis.is_used_by(self):
+        axis, each = self._weights[0].axis, self._of_bucket[id(bucket)]
+        if self._is_agreed and axis.is_used_by(self) and each not in self._later:
             axis.held = self
-            self._shown.append((self._of_bucket[id(bucket)], rows))
+            self._shown.append((each, rows))
             self._fill_ahead()
 
     def settle(self) -> None:
@@ -278,6 +287,8 @@ class GatherAhead(Gatherer):
 
     def _agree(self) -> None:
         super()._agree()
+        if not self._sees_arrivals:
+            self._later = {each for number, each in enumerate(self._order[LATER:]) if number % LATER}
         # A slot whose memory is too small grows collectively, but from now on ranks begin gathers at
         # different moments. So every slot gets its memory here, with what a chunk's alignment may add.
         most = max(each.bucket.nbytes for each in self._weights)
