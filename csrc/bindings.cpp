@@ -51,6 +51,7 @@ TORCH_LIBRARY(pyruntime, library) {
   pyruntime::register_device_adamw(library);
   pyruntime::register_device_layers(library);
   pyruntime::register_experts(library);
+  pyruntime::register_sliced_experts(library);
 }
 
 namespace pyruntime {
@@ -496,9 +497,14 @@ void bind_data_parallel(py::module_& m) {
         set_weight_gradient_sink(weight, take, keeps);
       },
       py::arg("weight"), py::arg("sink"), py::arg("keeps") = true);
-  m.def("write_stack_gradient", &write_stack, py::arg("out"), py::arg("dy"), py::arg("x"), py::arg("ends"),
-        "out[e] = dy^T x over the rows of matrix e, which end before ends[e]; zero where there are none.",
-        NoGil());
+  m.def(
+      "write_stack_gradient",
+      [](const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, const Ends& ends) {
+        write_stack(out, dy, x, ends, /*accumulate=*/false);
+      },
+      py::arg("out"), py::arg("dy"), py::arg("x"), py::arg("ends"),
+      "out[e] = dy^T x over the rows of matrix e, which end before ends[e]; zero where there are none.",
+      NoGil());
   py::class_<WeightProduct, std::shared_ptr<WeightProduct>>(
       m, "WeightProduct", "out = dy^T x, or out += dy^T x, in pieces under the waits of this thread.")
       .def(py::init([](const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate) {

@@ -61,6 +61,7 @@ void register_collectives(torch::Library& library);
 void register_linear(torch::Library& library);
 void register_linear_cross_entropy(torch::Library& library);
 void register_experts(torch::Library& library);
+void register_sliced_experts(torch::Library& library);
 void register_device_adamw(torch::Library& library);
 void register_device_layers(torch::Library& library);
 

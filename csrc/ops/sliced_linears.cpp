@@ -31,6 +31,7 @@
 #include "ops/gemm/gemm.h"
 #include "ops/matmul_scatter.h"
 #include "ops/operators.h"
+#include "ops/slices.h"
 #include "ops/weight_gradient.h"
 
 namespace pyruntime {
@@ -138,11 +139,6 @@ std::function<at::Tensor()> memory_for(const Weight& weight, const SlicedFlight&
   return [weight, slice = flight.slice, width] { return weight->gathered(slice, width); };
 }
 
-// The tensor between two steps: without elements, so that no device is asked for them or their sums.
-at::Tensor mark_like(const at::Tensor& x) {
-  return at::empty({0}, x.options());
-}
-
 // --- kernels
 
 at::Tensor share_weight(const at::Tensor& weight, const Weight& shared) {
@@ -209,11 +205,6 @@ at::Tensor end_row(const at::Tensor& /*begun*/, const Flight& flight) {
 }
 
 // --- autograd
-
-template <typename Pointer>
-Pointer held(AutogradContext* ctx, const char* name) {
-  return ctx->saved_data[name].toCustomClass<typename Pointer::element_type>();
-}
 
 // The weight's gradient, once autograd has seen every slice.
 struct ShareWeight : Function<ShareWeight> {

@@ -106,24 +106,25 @@ at::Tensor weight_gradient(const at::Tensor& weight, const at::Tensor& dy, const
   return out;
 }
 
-void write_stack(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, const Ends& ends) {
+void write_stack(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, const Ends& ends,
+                 bool accumulate) {
   int64_t begin = 0;
   for (int64_t matrix = 0; matrix < out.size(0); ++matrix) {
     const int64_t rows = ends.at(matrix) - begin;
     WeightGradientGemm(dy.narrow(0, begin, rows), x.narrow(0, begin, rows))
-        .write(out.select(0, matrix), 0, /*accumulate=*/false);
+        .write(out.select(0, matrix), 0, accumulate);
     begin += rows;
   }
 }
 
 at::Tensor stack_gradient(const at::Tensor& stack, const at::Tensor& dy, const at::Tensor& x,
-                          const Ends& ends) {
+                          const Ends& ends, const at::Tensor& sum) {
   if (const std::optional<Entry> found = entry_of(stack)) {
     found->sink(dy, x, /*later=*/false, ends);
     return {};
   }
-  at::Tensor out = at::empty(stack.sizes(), stack.options());
-  write_stack(out, dy, x, ends);
+  const at::Tensor out = sum.defined() ? sum : at::empty(stack.sizes(), stack.options());
+  write_stack(out, dy, x, ends, /*accumulate=*/sum.defined());
   return out;
 }
 

@@ -47,11 +47,13 @@ bool has_sink_that_keeps(const at::Tensor& weight);
 // multiply_later(), and thus with its bits.
 at::Tensor weight_gradient(const at::Tensor& weight, const at::Tensor& dy, const at::Tensor& x,
                            bool in_pieces = false);
-// out[e] = dy^T @ x over the rows of matrix e, zero where it has none: out [E, N, K] contiguous.
-void write_stack(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, const Ends& ends);
-// The gradient of a stack, written by write_stack(), or undefined if the stack's sink took dy and x.
+// out[e] = dy^T @ x, or out[e] += dy^T @ x, over the rows of matrix e: out [E, N, K] contiguous.
+void write_stack(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, const Ends& ends,
+                 bool accumulate);
+// The gradient of a stack, written by write_stack(), or undefined if the stack's sink took dy and x. Where
+// `sum` is defined, it is added to that.
 at::Tensor stack_gradient(const at::Tensor& stack, const at::Tensor& dy, const at::Tensor& x,
-                          const Ends& ends);
+                          const Ends& ends, const at::Tensor& sum = {});
 // out = dy^T @ x, or out += dy^T @ x, of matrices, in the same pieces; on a device in one piece.
 void write_in_pieces(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate);
 

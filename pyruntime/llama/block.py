@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -197,7 +197,7 @@ class Block(nn.Module):
             return self.latent(x, rows, step.batch, step.seq, step.cos, step.sin, between)
         qkv = self._adapted("qkv", self.qkv(x, rows), x, rows)
         if self.has_head_norms:
-            qkv = self._with_normed_heads(qkv, step, between)
+            qkv = self.with_normed_heads(qkv, step, between, self.head_norm_weights())
         return between.rope(
             qkv,
             step.cos,
@@ -214,21 +214,31 @@ class Block(nn.Module):
         """Adds to a linear's result y what its adapter makes of the arguments; returns y if it has none."""
         return self.adapters[name](y, *arguments) if name in self.adapters else y
 
-    def _with_normed_heads(self, qkv: Tensor, step: ForwardPass, between: Elementwise) -> Tensor:
-        """Returns qkv [T, (H + 2 G) d / P] with every query and key head normalised, or all together."""
+    def head_norm_weights(self) -> Sequence[Tensor]:
+        """Returns the weights of the norms of query and of key heads for a forward pass; none if all heads
+        are normalised together."""
+        if self.has_norms_of_all_heads:
+            return ()
+        weights = torch.stack([self.q_norm.weight, self.k_norm.weight])
+        if self.qkv.group.size > 1:  # every rank has its own heads
+            weights = ops.replicate_grad(weights, self.qkv.group.name)
+        return weights.unbind()
+
+    def with_normed_heads(
+        self, qkv: Tensor, step: ForwardPass, between: Elementwise, weights: Sequence[Tensor]
+    ) -> Tensor:
+        """Returns qkv [T, (H + 2 G) d / P] with every query and key head normalised, or all together, by the
+        weights of `head_norm_weights`."""
         if self.has_norms_of_all_heads:
             width = qkv.shape[1] // (step.heads + 2 * step.key_value_heads)
             sizes = [width * step.heads, width * step.key_value_heads, width * step.key_value_heads]
             q, k, v = qkv.split(sizes, 1)
             return torch.cat([self.q_norm(q.contiguous()), self.k_norm(k.contiguous()), v], 1)
-        weights = torch.stack([self.q_norm.weight, self.k_norm.weight])
-        if self.qkv.group.size > 1:  # every rank has its own heads
-            weights = ops.replicate_grad(weights, self.qkv.group.name)
         heads = qkv.view(qkv.shape[0], step.heads + 2 * step.key_value_heads, -1)
         q, k, v = heads.split([step.heads, step.key_value_heads, step.key_value_heads], 1)
         q, k = (
             between.of_norm(each.contiguous(), weight, self.eps)
-            for each, weight in zip((q, k), weights.unbind(), strict=True)
+            for each, weight in zip((q, k), weights, strict=True)
         )
         return torch.cat([q, k, v], 1).view(qkv.shape)
 

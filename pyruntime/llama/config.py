@@ -210,6 +210,13 @@ class LlamaConfig:
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
+    def why_no_slices(self) -> str:
+        """What of the model causal slices do not know; "" if nothing."""
+        if self.latent is not None:
+            return "latent attention"
+        return "norms of the results of attention and networks" if self.norms_after else ""
+
+    @property
     def attention_scale(self) -> float | None:
         """Factor of attention's scores; None: 1 / sqrt(head_dim)."""
         if self.latent is None or self.rope_scaling is None or self.rope_scaling.score_factor == 1.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, rows: int) -> Tensor:
         routed = self.router(x)
-        y = self.experts(x, *routed, self._rows(rows))
+        y = self.experts(x, *routed, self.rows_of_experts(rows))
         if not self.has_shared:
             return y
         shared = self.shared_down(swiglu(self.shared_gate_up(x, rows)))
@@ -68,9 +69,17 @@ class MixtureOfExperts(nn.Module):
             return y + shared
         return y + self.shared_gate(x).sigmoid().to(y.dtype) * shared
 
-    def _rows(self, rows: int) -> int | None:
+    def rows_of_experts(self, rows: int) -> int | None:
         """Returns the number that the experts take for T rows; None: ranks exchange theirs."""
         if not self.experts.has_own_rows:
             return rows
         # Data-parallel ranks learn from equally many tokens, but may validate with others.
         return -(-rows // self.router.group.size) if self.training else None
+
+    def rows_of_slices(self, rows: Sequence[int]) -> list[int]:
+        """Returns the numbers that the experts take for slices of so many rows."""
+        found = [each for each in map(self.rows_of_experts, rows) if each is not None]
+        if found:
+            return found
+        ranks, rank = self.router.group.size, self.router.group.rank
+        return self.experts.most_rows([each // ranks + (rank < each % ranks) for each in rows])

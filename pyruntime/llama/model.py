@@ -163,14 +163,17 @@ class Llama(nn.Module):
         self.cuts = tensor_cuts(config, self.group.size, tp_speeds, self.experts_over.size)
         if tp_speeds and self.group.y is not None:
             raise ValueError("Speeds cut over one axis, and the group has a second one; leave them out.")
-        if (config.mixture is not None or config.qk_norm) and (slices > 1 or self.group.y is not None):
+        if self.group.y is not None and (config.mixture is not None or config.qk_norm):
             raise ValueError(
-                f"A model with experts or normalised heads takes no causal slices (slices={slices}) and no "
-                "second axis of tensor parallelism; leave both out."
+                "A model with experts or normalised heads takes no second axis of tensor parallelism; leave "
+                "it out."
             )
         if slices > 1 and self.group.y is not None:
             raise ValueError(f"slices={slices} cannot be combined with features cut over y; leave it at 1.")
-        self.slices = sliced.check(slices, self.group.size, context, keep_gathered)
+        over = 1 if config.mixture is None else self.experts_over.size
+        self.slices = sliced.check(slices, self.group.size, over, context, keep_gathered)
+        if slices > 1 and (why := config.why_no_slices):
+            raise ValueError(f"slices={slices} do not support {why}; leave it at 1.")
         self.lora = lora
         if lora is not None:
             adapters.check(lora, config, slices, self.group.y is not None)

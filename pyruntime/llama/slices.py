@@ -8,21 +8,30 @@ section 3.1), so each goes through the layers by itself. A layer has two halves 
     scatter    the next operator, and a row linear, sent         attention, out        silu(gate) * up, down
     finish     add the received sums to the stream, normalise it for the next half
 
+Where a layer has experts, half 1 sends rows to them, and `scatter` is what they compute; with a shared expert
+it does the above too.
+
 If context ranks share the sequence, a slice has tokens of all of them. Its attention passes the keys of
 slices <= c round the ring: those of slice c' travel C - c' times.
 
 Number the pairs (half, slice) in order, with C slices. Between multiply and scatter of pair i, pair i - C / 2
 is finished and its slice begins the next half. So the sums travel behind as much work as the rows after them.
+
+Without tensor parallelism only rows of experts travel. Then slices go through layers two by two::
+
+    attention 0, begin, attention 1, begin, experts 0, experts 1; next layer: finish, attention 0, begin, ...
+
+So rows travel behind the attention or the experts of the other slice, sums behind its experts or attention.
+
 The backward pass runs through the same order in reverse, as autograd does (csrc/ops/sliced_linears.cpp).
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -30,12 +39,22 @@ from torch.utils.checkpoint import checkpoint
 
 from pyruntime.llama.attention import causal_attention
 from pyruntime.llama.elementwise import for_this_pass
-from pyruntime.nn.sliced import MOST_GATHERED_AGAIN, SlicedColumn, SlicedRow
+from pyruntime.nn.sliced import (
+    MOST_GATHERED_AGAIN,
+    SlicedColumn,
+    SlicedExperts,
+    SlicedRouter,
+    SlicedRow,
+    SlicedScores,
+)
 
 if TYPE_CHECKING:
     from pyruntime.choices import Recomputation
     from pyruntime.context import Context
     from pyruntime.llama.block import Block, ForwardPass
+    from pyruntime.llama.elementwise import Elementwise
+    from pyruntime.llama.expert_layer import MixtureOfExperts
+    from pyruntime.nn import ColumnParallelLinear, RowParallelLinear
 
 MOST = 4
 """Limit on slices: more would need more open flights than a group has slots."""
@@ -44,19 +63,26 @@ MOST_OF_LAYOUT = {"striped": MOST, "zigzag": 2, "contiguous": 1, "placed": 1}
 a zigzag rank has one part in each half of a sequence."""
 
 
+Kind = Literal["begin", "multiply", "scatter", "finish"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
 @dataclass(frozen=True)
 class SliceAction:
     """One step of one slice through half a layer; the kinds are in the module's docstring."""
 
-    kind: Literal["begin", "multiply", "scatter", "finish"]
+    kind: Kind
     half: int
     part: int
     """The slice."""
 
 
-def order(halves: int, slices: int) -> Iterator[SliceAction]:
+def order(halves: int, slices: int, *, attention_travels: bool = True) -> Iterator[SliceAction]:
     """Yields the order in which one thread takes `slices` through `halves` halves of layers; the same on all
-    ranks."""
+    ranks. attention_travels: whether rows of the first half of a layer are sent."""
+    if not attention_travels:
+        yield from _two_by_two(halves // 2, slices)
+        return
     count, ahead = halves * slices, slices - slices // 2
 
     def prepare(number: int) -> Iterator[SliceAction]:
@@ -76,14 +102,43 @@ def order(halves: int, slices: int) -> Iterator[SliceAction]:
         yield from prepare(number)
 
 
-def check(slices: int, ranks: int, context: Context | None, keep_gathered: bool | None) -> int:
-    """Returns `slices`. Raises ValueError if a model cannot have that many."""
+def _two_by_two(layers: int, slices: int) -> Iterator[SliceAction]:
+    """`order` where only rows of second halves travel."""
+
+    def action(kind: Kind, half: int, number: int) -> SliceAction:
+        layer, part = divmod(number, slices)
+        return SliceAction(kind, 2 * layer + half, part)
+
+    count = layers * slices
+    for first in range(0, count, 2):
+        pair = range(first, min(first + 2, count))
+        for number in pair:
+            if number >= 2:
+                yield action("finish", 1, number - 2)
+            for kind in KINDS:
+                yield action(kind, 0, number)
+            yield action("begin", 1, number)
+        if len(pair) == 1:  # before its backward begins, that of this one is over: so slots suffice
+            yield action("finish", 1, first - 1)
+        for number in pair:
+            yield action("multiply", 1, number)
+            yield action("scatter", 1, number)
+    for number in pair:
+        yield action("finish", 1, number)
+
+
+def check(slices: int, ranks: int, experts: int, context: Context | None, keep_gathered: bool | None) -> int:
+    """Returns `slices`. Raises ValueError if a model cannot have that many. ranks, experts: the sizes of the
+    tensor-parallel group and of the group over which experts lie, 1 without experts."""
     if not 1 <= slices <= MOST:
         raise ValueError(f"slices={slices}; use 1 to {MOST}.")
     if slices == 1:
         return slices
-    if ranks == 1:
-        raise ValueError(f"slices={slices} hide nothing without tensor parallelism; leave it at 1.")
+    if ranks == experts == 1:
+        raise ValueError(
+            f"slices={slices} hide nothing without tensor parallelism or experts over several ranks; leave "
+            "it at 1."
+        )
     if context is not None and context.size > 1 and slices > MOST_OF_LAYOUT[context.layout]:
         raise ValueError(
             f"slices={slices} are too many with context ranks and layout={context.layout!r}, which allows at "
@@ -130,28 +185,54 @@ def places(batch: int, parts: tuple[int, ...], ranks: int, device: torch.device 
     return torch.cat([share[rank] for rank in range(ranks) for share in shares])
 
 
-class _Layer:
-    """One layer in one forward pass."""
+class _Half(Protocol):
+    """Half a layer in one forward pass: what each slice does in the steps of the module's docstring."""
 
-    def __init__(self, block: Block, step: ForwardPass, parts: Sequence[int]):
-        self._block, self._step, self._parts = block, step, parts
-        self.elementwise = for_this_pass(block.elementwise)
+    def begin(self, part: int, x: Tensor) -> None:
+        """Takes this rank's rows of the normalised stream."""
+
+    def multiply(self, part: int) -> None: ...
+
+    def scatter(self, part: int) -> None: ...
+
+    def end(self, part: int) -> Tensor:
+        """Returns what `finish` adds to this rank's rows of the stream."""
+
+
+class _Attention:
+    """The first half of a layer."""
+
+    def __init__(self, block: Block, step: ForwardPass, parts: Sequence[int], between: Elementwise):
+        self._block, self._step, self._parts, self._between = block, step, parts, between
         rows = [step.batch * part for part in parts]
-        self.columns = SlicedColumn(block.qkv, rows), SlicedColumn(block.gate_up, rows)
-        self.rows = SlicedRow(block.out, rows), SlicedRow(block.down, rows)
+        self._qkv, self._out = SlicedColumn(block.qkv, rows), SlicedRow(block.out, rows)
+        self._made: dict[int, Tensor] = {}
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
+        self._norms: Sequence[Tensor] = ()
 
-    def middle(self, half: int, part: int, y: Tensor) -> Tensor:
-        """Computes what lies between the two linears of a half: attention, or silu(gate) * up."""
-        if half == 1:
-            return self.elementwise.swiglu(y)
-        step, seq = self._step, self._parts[part]
+    def begin(self, part: int, x: Tensor) -> None:
+        self._qkv.begin(part, x)
+
+    def multiply(self, part: int) -> None:
+        self._made[part] = self._qkv.end(part)
+
+    def scatter(self, part: int) -> None:
+        self._out.begin(part, self._attended(part, self._made.pop(part)))
+
+    def end(self, part: int) -> Tensor:
+        return self._out.end(part)
+
+    def _attended(self, part: int, qkv: Tensor) -> Tensor:
+        block, step, seq = self._block, self._step, self._parts[part]
         start = sum(self._parts[:part])
         cos, sin = step.cos[start : start + seq], step.sin[start : start + seq]
-        context, window = step.context, self._block.window
-        q, k, v = self.elementwise.rope(
-            y, cos, sin, step.batch, seq, step.heads, step.key_value_heads, overwrite_qkv=context is None
+        context, window = step.context, block.window
+        if block.has_head_norms:
+            self._norms = self._norms or block.head_norm_weights()
+            qkv = block.with_normed_heads(qkv, step, self._between, self._norms)
+        q, k, v = self._between.rope(
+            qkv, cos, sin, step.batch, seq, step.heads, step.key_value_heads, overwrite_qkv=context is None
         )
         self._keys.append(k)
         self._values.append(v)
@@ -167,9 +248,83 @@ class _Layer:
             attended = context.attention(q, k, v, step.documents_of(k.shape[1]), window)
         return attended.reshape(step.batch * seq, -1)
 
-    def again(self, half: int, rows: Tensor, y: Tensor) -> contextlib.AbstractContextManager[None]:
-        """`Block.again` for `rows`, the result of `middle` on y. Norms' results are kept, gathered."""
-        return self._block.again(rows, self.elementwise.swiglu, y) if half == 1 else contextlib.nullcontext()
+
+class _Network:
+    """A column linear, silu(gate) * up, and a row linear. Its product is computed `Block.again`."""
+
+    def __init__(
+        self,
+        block: Block,
+        gate_up: ColumnParallelLinear,
+        down: RowParallelLinear,
+        rows: Sequence[int],
+        between: Elementwise,
+    ):
+        self._again, self._swiglu = block.again, between.swiglu
+        self._gate_up, self._down = SlicedColumn(gate_up, rows), SlicedRow(down, rows)
+        self._made: dict[int, Tensor] = {}
+
+    def begin(self, part: int, x: Tensor) -> None:
+        self._gate_up.begin(part, x)
+
+    def multiply(self, part: int) -> None:
+        self._made[part] = self._gate_up.end(part)
+
+    def scatter(self, part: int) -> None:
+        made = self._made.pop(part)
+        product = self._swiglu(made)
+        with self._again(product, self._swiglu, made):
+            self._down.begin(part, product)
+
+    def end(self, part: int) -> Tensor:
+        return self._down.end(part)
+
+
+class _Mixture:
+    """Experts in the place of a network, and the network that all rows go to beside them, if there is one."""
+
+    def __init__(self, block: Block, mixture: MixtureOfExperts, rows: Sequence[int], between: Elementwise):
+        self._router = SlicedRouter(mixture.router, len(rows))
+        self._experts = SlicedExperts(mixture.experts, mixture.rows_of_slices(rows))
+        self._shared = self._gate = None
+        if mixture.has_shared:
+            linears = mixture.shared_gate_up, mixture.shared_down
+            self._shared = _Network(block, *linears, rows, between)
+        if mixture.has_shared_gate:
+            self._gate = SlicedScores(mixture.shared_gate)
+        self._gates: dict[int, Tensor] = {}
+
+    def begin(self, part: int, x: Tensor) -> None:
+        self._experts.begin(part, x, self._router.route(part, x))
+        if self._gate is not None:
+            self._gates[part] = self._gate.of(x).sigmoid()
+        if self._shared is not None:
+            self._shared.begin(part, x)
+
+    def multiply(self, part: int) -> None:
+        if self._shared is not None:
+            self._shared.multiply(part)
+
+    def scatter(self, part: int) -> None:
+        self._experts.multiply(part)
+        if self._shared is not None:
+            self._shared.scatter(part)
+
+    def end(self, part: int) -> Tensor:
+        y = self._experts.end(part)
+        if self._shared is None:
+            return y
+        shared = self._shared.end(part)
+        return y + (self._gates.pop(part).to(y.dtype) * shared if part in self._gates else shared)
+
+
+def _halves(block: Block, step: ForwardPass, parts: Sequence[int]) -> tuple[_Half, _Half]:
+    between, rows = for_this_pass(block.elementwise), [step.batch * part for part in parts]
+    if block.mixture is None:
+        network: _Half = _Network(block, block.gate_up, block.down, rows, between)
+    else:
+        network = _Mixture(block, block.mixture, rows, between)
+    return _Attention(block, step, parts, between), network
 
 
 def run(
@@ -231,28 +386,21 @@ def _flow(
 ) -> tuple[Tensor, ...]:
     """state: the normalised stream of each slice, then the stream of each. Returns both for the next layer;
     without the norm of that layer, both are the stream."""
-    slices = len(parts)
+    slices, between = len(parts), for_this_pass(blocks[0].elementwise)
     normed, streams = list(state[:slices]), list(state[slices:])
-    layers = [_Layer(block, step, parts) for block in blocks]
-    between: dict[int, Tensor] = {}
-    for action in order(2 * len(blocks), slices):
-        layer, half = layers[action.half // 2], action.half % 2
-        part = action.part
+    halves = [half for block in blocks for half in _halves(block, step, parts)]
+    for action in order(len(halves), slices, attention_travels=blocks[0].qkv.group.size > 1):
+        half, part = halves[action.half], action.part
         if action.kind == "begin":
-            layer.columns[half].begin(part, normed[part])
+            half.begin(part, normed[part])
         elif action.kind == "multiply":
-            between[part] = layer.columns[half].end(part)
+            half.multiply(part)
         elif action.kind == "scatter":
-            y = between.pop(part)
-            rows = layer.middle(half, part, y)
-            with layer.again(half, rows, y):
-                layer.rows[half].begin(part, rows)
+            half.scatter(part)
         else:
-            y = layer.rows[half].end(part)
+            y = half.end(part)
             if action.half < len(norms):
-                normed[part], streams[part] = layer.elementwise.of_sum(
-                    y, streams[part], norms[action.half], eps
-                )
+                normed[part], streams[part] = between.of_sum(y, streams[part], norms[action.half], eps)
             else:
                 normed[part] = streams[part] = streams[part] + y
     return (*normed, *streams)

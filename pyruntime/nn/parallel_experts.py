@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -102,41 +103,37 @@ class ParallelExperts(ParallelModule):
         ranks exchange it."""
         if not self.has_own_rows:
             return self.multiply(x, ids, weights, cut=self.sequence_parallel, rows=rows)
-        own, most = x.shape[0], self._most(x) if rows is None else rows
+        own, most = x.shape[0], self.most_rows([x.shape[0]])[0] if rows is None else rows
+        x, ids, weights = self.padded(x, ids, weights, most)
+        return self.multiply(x, ids, weights, cut=True, rows=most * self.group.size)[:own]
+
+    def padded(self, x: Tensor, ids: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the arguments with `most` rows, which every rank has in the operator. Those beyond a rank's
+        own go to no expert."""
+        own = x.shape[0]
         if own > most:
             raise ValueError(
                 f"This rank has {own} rows, and rows={most} is the most of a rank; pass its number."
             )
-        # Ranks have equally many rows in the operator; rows beyond a rank's own go to no expert.
-        x, ids, weights = (
-            each if own == most else pad(each, (0, 0, 0, most - own), value=value)
-            for each, value in ((x, 0.0), (ids, -1), (weights, 0.0))
-        )
-        return self.multiply(x, ids, weights, cut=True, rows=most * self.group.size)[:own]
+        if own == most:
+            return x, ids, weights
+        more = (0, 0, 0, most - own)
+        return pad(x, more), pad(ids, more, value=-1), pad(weights, more)
 
-    def _most(self, x: Tensor) -> int:
-        """Returns the rows of the rank with most."""
+    def most_rows(self, own: Sequence[int]) -> list[int]:
+        """Returns for each of this rank's numbers of rows that of the rank with most."""
         if self.group.size == 1:
-            return x.shape[0]
-        own = torch.tensor([x.shape[0]], dtype=torch.float64)
-        return int(ops.all_gather_stats(own, self.group.name).max())
+            return list(own)
+        numbers = torch.tensor(own, dtype=torch.float64)
+        return [int(each) for each in ops.all_gather_stats(numbers, self.group.name).amax(0)]
 
     def multiply(
         self, x: Tensor, ids: Tensor, weights: Tensor, *, cut: bool, rows: int | None = None
     ) -> Tensor:
         """Returns y [M, D]. cut: whether the arguments hold this rank's rows, of `rows` in all."""
-        if not self.group.name:
-            raise ValueError(
-                "ParallelExperts needs a process group, of one rank at least; start pyruntime.Runtime and "
-                "pass runtime.tp."
-            )
-        parameters, device = self._parameters, x.device.type
-        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device)
-            x, parameters = x.to(dtype), {name: p.to(dtype) for name, p in parameters.items()}
-        weights = weights.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        x, weights, parameters = self.operands(x, weights)
         y = ops.experts(
-            x.contiguous(),
+            x,
             ids,
             weights,
             parameters["gate_up_proj"],
@@ -150,10 +147,28 @@ class ParallelExperts(ParallelModule):
             down_bias=parameters.get("down_proj_bias"),
             form=self.form,
         )
-        if not is_compiling():
-            every = x.shape[0] if not cut else rows or x.shape[0] * self.group.size
-            self.__dict__.update(last_rows=every, last_cut_rows=cut, last_per_token=ids.shape[1])
+        self.note(x.shape[0] if not cut else rows or x.shape[0] * self.group.size, cut, ids.shape[1])
         return y
+
+    def operands(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Returns x, weights and parameters as the operator takes them, cast to autocast's dtype where
+        torch.autocast is on."""
+        if not self.group.name:
+            raise ValueError(
+                "ParallelExperts needs a process group, of one rank at least; start pyruntime.Runtime and "
+                "pass runtime.tp."
+            )
+        parameters, device = self._parameters, x.device.type
+        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+            x, parameters = x.to(dtype), {name: p.to(dtype) for name, p in parameters.items()}
+        precise = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return x.contiguous(), weights.to(precise), parameters
+
+    def note(self, rows: int, cut: bool, per_token: int) -> None:
+        """Records a call for explain()."""
+        if not is_compiling():
+            self.__dict__.update(last_rows=rows, last_cut_rows=cut, last_per_token=per_token)
 
     def op_uses(self) -> list[OpUse]:
         """The operator and its backward; n and k are those of gate_up."""

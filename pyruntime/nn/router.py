@@ -213,7 +213,14 @@ class Scores(ParallelModule):
             nn.init.normal_(self.weight, std=0.02)
 
     def compute(self, x: Tensor) -> Tensor:
-        weight = self.weight if self.group.size == 1 else ops.replicate_grad(self.weight, self.group.name)
+        return self.of(x, self.shared_weight())
+
+    def shared_weight(self) -> Tensor:
+        """Returns the weight for a forward pass, whose gradient is summed over the group."""
+        return self.weight if self.group.size == 1 else ops.replicate_grad(self.weight, self.group.name)
+
+    def of(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Returns the scores of x. weight: from `shared_weight`, for any number of calls."""
         return _Logits.apply(x, weight)
 
 
@@ -256,9 +263,14 @@ class Router(Scores):
     def compute(self, x: Tensor) -> Routed:
         logits = super().compute(x)
         routed = self.routes(logits)
+        return self.with_losses(routed, logits, routed.ids)
+
+    def with_losses(self, routed: Routed, logits: Tensor, ids: Tensor) -> Routed:
+        """Returns `routed`, whose backward pass is also that of the losses of these logits [M, E] and ids
+        [M, k]: those of `routed`, and of all other rows of the forward pass if it comes slice by slice."""
         if self.losses is None or not (self.counts and self.training and torch.is_grad_enabled()):
             return routed
-        loss, load = self.losses.of(logits, self.shares(logits), routed.ids)
+        loss, load = self.losses.of(logits, self.shares(logits), ids)
         if self._load is None:
             self._load = torch.zeros_like(load)
         return Routed(routed.ids, _WithLoss.apply(routed.weights, loss, load, self._load))

@@ -1,10 +1,14 @@
-"""Column and row linears that take their rows slice by slice, in two steps. Between the steps rows travel.
+"""Linears and experts that take their rows slice by slice, in steps. Between the steps rows travel.
 
-    column   begin(part, x)   sends x [M_r, K], this rank's rows of a slice      end(part) -> y [M, N/P]
-    row      begin(part, x)   multiplies x [M, K/P] @ W_r^T and sends rows       end(part) -> y [M_r, N]
+    column    begin(part, x)   sends x [M_r, K], this rank's rows of a slice      end(part) -> y [M, N/P]
+    row       begin(part, x)   multiplies x [M, K/P] @ W_r^T and sends rows       end(part) -> y [M_r, N]
+    router    route(part, x)   sends nothing                                      -> experts of x, weights
+    experts   begin(part, x, routed)   sends x [M_r, D] and where rows go
+              multiply(part)           computes and sends what the experts make   end(part) -> y [M_r, D]
 
-The backward reverses every step, in reverse order (csrc/ops/sliced_linears.cpp). Each slice takes both steps
-once, and all ranks take the steps of a group in the same order. dW is one GEMM over all slices."""
+The backward reverses every step, in reverse order (csrc/ops/sliced_linears.cpp, experts/sliced_experts.cpp).
+Each slice takes all steps once, and all ranks take the steps of a group in the same order. A linear's dW is
+one GEMM over all slices; to the gradient of an expert every slice adds its product."""
 
 from __future__ import annotations
 
@@ -18,6 +22,8 @@ from torch import Tensor
 from pyruntime.comm.groups import crosses_hosts
 from pyruntime.nn.linear import ColumnParallelLinear, ParallelLinear
 from pyruntime.nn.module import Step
+from pyruntime.nn.parallel_experts import ParallelExperts
+from pyruntime.nn.router import Routed, Router, Scores
 
 
 class _Sliced(ABC):
@@ -105,3 +111,89 @@ class SlicedRow(_Sliced):
 
     def _end(self, begun: Tensor, flight) -> Tensor:
         return torch.ops.pyruntime.end_row(begun, flight)
+
+
+class SlicedScores:
+    """Scores, slice by slice: the gradient of their weight is summed over the group once."""
+
+    def __init__(self, scores: Scores):
+        self._scores = scores
+        self._weight: Tensor | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """Returns the scores [M_r, N] of x [M_r, D], this rank's rows of a slice."""
+        return self._scores(Step(lambda: self._of(x)))
+
+    def _of(self, x: Tensor) -> Tensor:
+        if self._weight is None:
+            self._weight = self._scores.shared_weight()
+        return self._scores.of(x, self._weight)
+
+
+class SlicedRouter(SlicedScores):
+    """A router, slice by slice. Its losses are those of the rows of all slices; the last slice has them."""
+
+    def __init__(self, router: Router, slices: int):
+        super().__init__(router)
+        self._router, self._slices = router, slices
+        self._of_slices: list[tuple[Tensor, Tensor]] = []
+
+    def route(self, part: int, x: Tensor) -> Routed:
+        """Returns the experts of x [M_r, D], this rank's rows of a slice, and their weights. Slices come in
+        order."""
+        return self._router(Step(lambda: self._route(part, x)))
+
+    def _route(self, part: int, x: Tensor) -> Routed:
+        logits = self._of(x)
+        routed = self._router.routes(logits)
+        self._of_slices.append((logits, routed.ids))
+        if part + 1 < self._slices:
+            return routed
+        logits, ids = (torch.cat(each) for each in zip(*self._of_slices, strict=True))
+        return self._router.with_losses(routed, logits, ids)
+
+
+class SlicedExperts:
+    """The experts of a layer, slice by slice. rows: their number, as `ParallelExperts` takes it."""
+
+    def __init__(self, layer: ParallelExperts, rows: Sequence[int]):
+        self._layer, self._rows, form = layer, list(rows), layer.form
+        self._cut = layer.has_own_rows or layer.sequence_parallel
+        self._experts = torch.classes.pyruntime.SlicedExperts(
+            layer.group.name, layer.experts, self._cut, layer.tier, form.transposed, form.interleaved,
+            form.scales_input, form.alpha, form.limit, form.shift,
+        )  # fmt: skip
+        self._shared: Tensor | None = None
+        self._begun: dict[int, tuple] = {}
+
+    def begin(self, part: int, x: Tensor, routed: Routed) -> None:
+        """Sends this rank's rows x [M_r, D] of a slice, and their experts and weights."""
+        self._begun[part] = self._layer(Step(lambda: self._begin(part, x, *routed)))
+
+    def multiply(self, part: int) -> None:
+        """Computes what this rank's experts make of the slice's rows, and sends it."""
+        begun, *others = self._begun[part]
+        multiplied = self._layer(
+            Step(lambda: torch.ops.pyruntime.multiply_experts(begun, self._shared, others[-1]))
+        )
+        self._begun[part] = multiplied, *others
+
+    def end(self, part: int) -> Tensor:
+        """Returns this rank's rows of the slice's result."""
+        multiplied, own, x, flight = self._begun.pop(part)
+        return torch.ops.pyruntime.finish_experts(multiplied, x, flight)[:own]
+
+    def _begin(self, part: int, x: Tensor, ids: Tensor, weights: Tensor) -> tuple:
+        layer, rows, own = self._layer, self._rows[part], len(x)
+        if layer.has_own_rows:
+            x, ids, weights = layer.padded(x, ids, weights, rows)
+            rows *= layer.group.size
+        x, weights, parameters = layer.operands(x, weights)
+        if self._shared is None:
+            names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+            given = [parameters.get(name) for name in names]
+            self._shared = torch.ops.pyruntime.share_experts(*given, self._experts)
+        flight = torch.classes.pyruntime.ExpertsFlight()
+        begun = torch.ops.pyruntime.begin_experts(x, ids, weights, rows, self._experts, flight)
+        layer.note(rows, self._cut, ids.shape[1])
+        return begun, own, x.detach(), flight

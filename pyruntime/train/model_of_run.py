@@ -38,9 +38,8 @@ def slices_of(run: ResolvedRun, runtime: Runtime) -> int:
     asked = config.parallel.tp_slices
     if asked != "auto":
         return asked
-    # Slices know none of these.
-    whole = run.shape.mixture is not None or run.shape.qk_norm or config.lora.rank > 0
-    if whole or config.parallel.cp > 1 or why_no_slices(config, run.mesh.tp):
+    forbidden = config.lora.rank > 0 or run.shape.why_no_slices or why_no_slices(config, run.mesh)
+    if forbidden or config.parallel.cp > 1:
         return 1
     # Only with selective recomputation do slices keep no gathered rows, which nobody may have room for.
     selective = config.train.activation_checkpointing == "selective"

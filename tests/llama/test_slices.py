@@ -166,7 +166,7 @@ def test_what_does_not_go_with_slices_is_refused(ranks):
         "slices=2 are too many with context ranks and layout='contiguous', which allows at most 1: each must "
         "lie before the next on all ranks; use layout='striped', or fewer slices.",
     ]
-    with pytest.raises(ValueError, match="without tensor parallelism"):
+    with pytest.raises(ValueError, match="without tensor parallelism or experts"):
         Llama(CASES["plain"], slices=2)
     assert "slices=2 do not run under torch.compile" in ranks.run(compiled, 2, CASES["plain"])[0]
 

@@ -103,6 +103,14 @@ MESHES = {
     "tp2 pp2 ep1 zb-v": (2, {"tp": 2, "pp": 2, "ep": 1, "schedule": "zb-v"}),
     "tp2 cp2 dp2 zero3 ep4": (1, {"tp": 2, "cp": 2, "dp": 2, "zero": 3, "ep": 4}),
     "tp2 dp2 pp2 zero1 ep4": (1, {"tp": 2, "dp": 2, "pp": 2, "zero": 1, "ep": 4}),
+    # Causal slices: rows of one travel to experts behind what another computes.
+    "dp4 zero1 ep2 sliced": (1, {"dp": 4, "zero": 1, "ep": 2, "tp_slices": 2}),
+    "dp4 zero2 ep4 sliced full": (1, {"dp": 4, "zero": 2, "ep": 4, "tp_slices": 3, "recompute": "full"}),
+    "cp2 dp2 zero1 ep2 sliced": (1, {"cp": 2, "dp": 2, "zero": 1, "ep": 2, "tp_slices": 2}),
+    "pp2 dp2 zero1 ep2 zb-h1 sliced": (
+        1,
+        {"pp": 2, "dp": 2, "zero": 1, "ep": 2, "tp_slices": 2, "schedule": "zb-h1"},
+    ),
 }
 
 
@@ -114,6 +122,7 @@ MESHES = {
         "tp2 pp2 zb-v",
         "dp4 zero3 ep2",
         "tp2 dp2 zero1 ep4",
+        "dp4 zero1 ep2 sliced",
     ]
 )
 def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
@@ -371,7 +380,6 @@ def own_losses(run, runtime):
     ("section", "options", "message"),
     [
         ("train", {"check_types": True}, "train.check_types=true does not support a model with 7 experts"),
-        ("parallel", {"tp_slices": 2}, "parallel.tp_slices=2 does not support a model with experts"),
         ("parallel", {"tp_wire": "fp8"}, "parallel.tp_wire=fp8 does not support a model with 7 experts"),
         ("parallel", {"tp": Grid(1, 2)}, "cuts features over y, which a model with experts does not support"),
         ("model", {"experts": 2, "experts_per_token": 3}, "A token cannot go to 3 of 2 experts"),

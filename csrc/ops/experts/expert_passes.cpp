@@ -82,6 +82,14 @@ SumsOfExperts::SumsOfExperts(const Route& route, const Operand& x, const ExpertR
   form_.rows = route.rows;
 }
 
+void SumsOfExperts::make_all() {
+  if (made_.is_cpu()) {
+    make(0, form_.rows);
+  } else {
+    sums_ = sums_of_all();
+  }
+}
+
 MatmulScatter::Parts SumsOfExperts::parts() {
   return {.operands = {form_},
           .weights = {},

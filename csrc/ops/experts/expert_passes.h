@@ -63,7 +63,9 @@ class SumsOfExperts {
   SumsOfExperts(const Route& route, const Operand& x, const ExpertRows& routed, const at::Tensor& matrices,
                 Compute compute);
 
-  // To be used while this lives.
+  // Computes all rows, before a scatter asks for them.
+  void make_all();
+  // For a MatmulScatter that is constructed while this lives.
   MatmulScatter::Parts parts();
 
  private:

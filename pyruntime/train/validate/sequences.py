@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from pyruntime.choices import HALVED_LAYOUTS, RING_VARIANTS
-from pyruntime.train.config import Grid, PipelineParallel, RunConfig, mesh_of
+from pyruntime.train.config import Grid, MeshSizes, PipelineParallel, RunConfig, mesh_of
 from pyruntime.train.errors import require
 
 
@@ -80,10 +80,10 @@ def _check_pipeline_slices_of_context(config: RunConfig) -> None:
     )
 
 
-def why_no_slices(config: RunConfig, tp: int) -> str:
-    """Says which option forbids causal slices inside a tensor-parallel group of `tp` ranks; empty: none."""
-    if tp == 1:
-        return "parallel.tp=1, where no rows are sent"
+def why_no_slices(config: RunConfig, mesh: MeshSizes) -> str:
+    """Says which option forbids causal slices on a mesh; empty: none."""
+    if mesh.tp == 1 and mesh.ep in (None, 1):
+        return "parallel.tp=1, where no rows are sent but those of experts over parallel.ep"
     if isinstance(config.parallel.tp, Grid):
         return f"parallel.tp={config.parallel.tp}, whose y cuts features"
     if config.parallel.zero == 3 and config.parallel.dp * config.parallel.cp > 1:
@@ -94,15 +94,14 @@ def why_no_slices(config: RunConfig, tp: int) -> str:
 
 
 def check_slices(config: RunConfig, world_size: int) -> None:
-    parallel = config.parallel
-    tp = mesh_of(config, world_size).tp
-    why = why_no_slices(config, tp) if parallel.tp_slices not in ("auto", 1) else ""
+    parallel, mesh = config.parallel, mesh_of(config, world_size)
+    why = why_no_slices(config, mesh) if parallel.tp_slices not in ("auto", 1) else ""
     require(
         not why,
         f"parallel.tp_slices={parallel.tp_slices} cannot be combined with {why}; leave one of them out.",
     )
     if parallel.cp > 1 and parallel.tp_slices != "auto" and parallel.tp_slices > 1:
-        _check_slices_of_context(config, parallel.tp_slices, tp)
+        _check_slices_of_context(config, parallel.tp_slices, mesh.tp)
 
 
 def _check_slices_of_context(config: RunConfig, slices: int, tp: int) -> None:

@@ -21,6 +21,11 @@ def check_shape(config: RunConfig, shape: LlamaConfig) -> None:
     )
     if shape.mixture is not None or shape.qk_norm:
         _check_cuts(config, "experts" if shape.mixture else "normalised heads")
+    slices, why = config.parallel.tp_slices, shape.why_no_slices
+    require(
+        slices in ("auto", 1) or not why,
+        f"parallel.tp_slices={slices} does not support a model with {why}; leave it out.",
+    )
     if shape.mixture is None:
         return
     experts = f"a model with {shape.mixture.experts} experts"
@@ -90,8 +95,4 @@ def _check_cuts(config: RunConfig, what: str) -> None:
         not isinstance(parallel.tp, Grid),
         f"parallel.tp={parallel.tp} cuts features over y, which a model with {what} does not support; use "
         "one number.",
-    )
-    require(
-        parallel.tp_slices in ("auto", 1),
-        f"parallel.tp_slices={parallel.tp_slices} does not support a model with {what}; leave it out.",
     )
