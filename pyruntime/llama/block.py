@@ -197,7 +197,7 @@ class Block(nn.Module):
             return self.latent(x, rows, step.batch, step.seq, step.cos, step.sin, between)
         qkv = self._adapted("qkv", self.qkv(x, rows), x, rows)
         if self.has_head_norms:
-            qkv = self.with_normed_heads(qkv, step, between, self.head_norm_weights())
+            qkv = self.with_normed_heads(qkv, step, between, head_norm_weights([self])[0])
         return between.rope(
             qkv,
             step.cos,
@@ -214,21 +214,11 @@ class Block(nn.Module):
         """Adds to a linear's result y what its adapter makes of the arguments; returns y if it has none."""
         return self.adapters[name](y, *arguments) if name in self.adapters else y
 
-    def head_norm_weights(self) -> Sequence[Tensor]:
-        """Returns the weights of the norms of query and of key heads for a forward pass; none if all heads
-        are normalised together."""
-        if self.has_norms_of_all_heads:
-            return ()
-        weights = torch.stack([self.q_norm.weight, self.k_norm.weight])
-        if self.qkv.group.size > 1:  # every rank has its own heads
-            weights = ops.replicate_grad(weights, self.qkv.group.name)
-        return weights.unbind()
-
     def with_normed_heads(
         self, qkv: Tensor, step: ForwardPass, between: Elementwise, weights: Sequence[Tensor]
     ) -> Tensor:
-        """Returns qkv [T, (H + 2 G) d / P] with every query and key head normalised, or all together, by the
-        weights of `head_norm_weights`."""
+        """Returns qkv [T, (H + 2 G) d / P] with every query and key head normalised, or all together. weights:
+        of this layer, from `head_norm_weights`."""
         if self.has_norms_of_all_heads:
             width = qkv.shape[1] // (step.heads + 2 * step.key_value_heads)
             sizes = [width * step.heads, width * step.key_value_heads, width * step.key_value_heads]
@@ -264,6 +254,19 @@ class Block(nn.Module):
             )
         free = [each.detach() if isinstance(each, Tensor) else each for each in arguments]
         return computed_again(made, functools.partial(compute, *free))
+
+
+def head_norm_weights(blocks: Sequence[Block]) -> list[Sequence[Tensor]]:
+    """Returns the weights of the norms of query and of key heads of each layer for a forward pass; none for a
+    layer without them, or that normalises all heads together. Their gradients are summed at once."""
+    first = blocks[0]
+    if not first.has_head_norms or first.has_norms_of_all_heads:
+        return [() for _ in blocks]
+    weights = torch.stack([norm.weight for block in blocks for norm in (block.q_norm, block.k_norm)])
+    if first.qkv.group.size > 1:  # every rank has its own heads
+        weights = ops.replicate_grad(weights, first.qkv.group.name)
+    each = weights.unbind()
+    return [each[2 * index : 2 * index + 2] for index in range(len(blocks))]
 
 
 class NormedOnce:

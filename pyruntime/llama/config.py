@@ -209,12 +209,19 @@ class LlamaConfig:
         """Features of a head that rotary embedding turns."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
-    @property
-    def why_no_slices(self) -> str:
-        """What of the model causal slices do not know; "" if nothing."""
+    def why_no_slices(self, slices: int, tp: int, *, over_tp: bool) -> str:
+        """Says what of the model so many causal slices do not know over tp ranks; "" if nothing. over_tp:
+        whether experts lie over these ranks."""
         if self.latent is not None:
             return "latent attention"
-        return "norms of the results of attention and networks" if self.norms_after else ""
+        if self.norms_after:
+            return "norms of the results of attention and networks"
+        # A group has slots for so many flights only.
+        if self.mixture is not None and tp > 1 and slices > 2:
+            return f"experts, over tp={tp} ranks of which at most 2 are possible"
+        if self.mixture is not None and tp > 1 and over_tp and self.mixture.shared_width:
+            return "a shared expert, unless ep puts the other experts over other ranks than tp"
+        return ""
 
     @property
     def attention_scale(self) -> float | None:

@@ -172,7 +172,9 @@ class Llama(nn.Module):
             raise ValueError(f"slices={slices} cannot be combined with features cut over y; leave it at 1.")
         over = 1 if config.mixture is None else self.experts_over.size
         self.slices = sliced.check(slices, self.group.size, over, context, keep_gathered)
-        if slices > 1 and (why := config.why_no_slices):
+        over_tp = self.experts_over.name == self.group.name
+        why = config.why_no_slices(slices, self.group.size, over_tp=over_tp)
+        if slices > 1 and why:
             raise ValueError(f"slices={slices} do not support {why}; leave it at 1.")
         self.lora = lora
         if lora is not None:

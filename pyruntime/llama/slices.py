@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pyruntime.llama.attention import causal_attention
+from pyruntime.llama.block import Block, head_norm_weights
 from pyruntime.llama.elementwise import for_this_pass
 from pyruntime.nn.sliced import (
     MOST_GATHERED_AGAIN,
@@ -51,7 +52,7 @@ from pyruntime.nn.sliced import (
 if TYPE_CHECKING:
     from pyruntime.choices import Recomputation
     from pyruntime.context import Context
-    from pyruntime.llama.block import Block, ForwardPass
+    from pyruntime.llama.block import ForwardPass
     from pyruntime.llama.elementwise import Elementwise
     from pyruntime.llama.expert_layer import MixtureOfExperts
     from pyruntime.nn import ColumnParallelLinear, RowParallelLinear
@@ -202,14 +203,21 @@ class _Half(Protocol):
 class _Attention:
     """The first half of a layer."""
 
-    def __init__(self, block: Block, step: ForwardPass, parts: Sequence[int], between: Elementwise):
+    def __init__(
+        self,
+        block: Block,
+        step: ForwardPass,
+        parts: Sequence[int],
+        head_norms: Sequence[Tensor],
+        between: Elementwise,
+    ):
         self._block, self._step, self._parts, self._between = block, step, parts, between
+        self._head_norms = head_norms
         rows = [step.batch * part for part in parts]
         self._qkv, self._out = SlicedColumn(block.qkv, rows), SlicedRow(block.out, rows)
         self._made: dict[int, Tensor] = {}
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._norms: Sequence[Tensor] = ()
 
     def begin(self, part: int, x: Tensor) -> None:
         self._qkv.begin(part, x)
@@ -229,8 +237,7 @@ class _Attention:
         cos, sin = step.cos[start : start + seq], step.sin[start : start + seq]
         context, window = step.context, block.window
         if block.has_head_norms:
-            self._norms = self._norms or block.head_norm_weights()
-            qkv = block.with_normed_heads(qkv, step, self._between, self._norms)
+            qkv = block.with_normed_heads(qkv, step, self._between, self._head_norms)
         q, k, v = self._between.rope(
             qkv, cos, sin, step.batch, seq, step.heads, step.key_value_heads, overwrite_qkv=context is None
         )
@@ -302,11 +309,12 @@ class _Mixture:
             self._shared.begin(part, x)
 
     def multiply(self, part: int) -> None:
+        self._experts.multiply(part)
         if self._shared is not None:
             self._shared.multiply(part)
 
     def scatter(self, part: int) -> None:
-        self._experts.multiply(part)
+        self._experts.scatter(part)
         if self._shared is not None:
             self._shared.scatter(part)
 
@@ -318,13 +326,15 @@ class _Mixture:
         return y + (self._gates.pop(part).to(y.dtype) * shared if part in self._gates else shared)
 
 
-def _halves(block: Block, step: ForwardPass, parts: Sequence[int]) -> tuple[_Half, _Half]:
+def _halves(
+    block: Block, step: ForwardPass, parts: Sequence[int], head_norms: Sequence[Tensor]
+) -> tuple[_Half, _Half]:
     between, rows = for_this_pass(block.elementwise), [step.batch * part for part in parts]
     if block.mixture is None:
         network: _Half = _Network(block, block.gate_up, block.down, rows, between)
     else:
         network = _Mixture(block, block.mixture, rows, between)
-    return _Attention(block, step, parts, between), network
+    return _Attention(block, step, parts, head_norms, between), network
 
 
 def run(
@@ -388,7 +398,13 @@ def _flow(
     without the norm of that layer, both are the stream."""
     slices, between = len(parts), for_this_pass(blocks[0].elementwise)
     normed, streams = list(state[:slices]), list(state[slices:])
-    halves = [half for block in blocks for half in _halves(block, step, parts)]
+    # Before any slice begins, so that their gradients are summed when no flight is open.
+    head_norms = head_norm_weights(blocks)
+    halves = [
+        half
+        for block, weights in zip(blocks, head_norms, strict=True)
+        for half in _halves(block, step, parts, weights)
+    ]
     for action in order(len(halves), slices, attention_travels=blocks[0].qkv.group.size > 1):
         half, part = halves[action.half], action.part
         if action.kind == "begin":

@@ -4,7 +4,8 @@
     row       begin(part, x)   multiplies x [M, K/P] @ W_r^T and sends rows       end(part) -> y [M_r, N]
     router    route(part, x)   sends nothing                                      -> experts of x, weights
     experts   begin(part, x, routed)   sends x [M_r, D] and where rows go
-              multiply(part)           computes and sends what the experts make   end(part) -> y [M_r, D]
+              multiply(part)           takes the rows that came, gate and up
+              scatter(part)            down; sends what the experts make          end(part) -> y [M_r, D]
 
 The backward reverses every step, in reverse order (csrc/ops/sliced_linears.cpp, experts/sliced_experts.cpp).
 Each slice takes all steps once, and all ranks take the steps of a group in the same order. A linear's dW is
@@ -171,17 +172,22 @@ class SlicedExperts:
         self._begun[part] = self._layer(Step(lambda: self._begin(part, x, *routed)))
 
     def multiply(self, part: int) -> None:
-        """Computes what this rank's experts make of the slice's rows, and sends it."""
-        begun, *others = self._begun[part]
-        multiplied = self._layer(
-            Step(lambda: torch.ops.pyruntime.multiply_experts(begun, self._shared, others[-1]))
-        )
-        self._begun[part] = multiplied, *others
+        """Computes the first half of what this rank's experts make of the slice's rows."""
+        begun, *others, flight = self._begun[part]
+        step = Step(lambda: torch.ops.pyruntime.multiply_experts(begun, self._shared, flight))
+        self._begun[part] = self._layer(step), *others, flight
+
+    def scatter(self, part: int) -> None:
+        """Computes the second half, and sends it."""
+        multiplied, *others, flight = self._begun[part]
+        step = Step(lambda: torch.ops.pyruntime.scatter_experts(multiplied, flight))
+        self._begun[part] = self._layer(step), *others, flight
 
     def end(self, part: int) -> Tensor:
         """Returns this rank's rows of the slice's result."""
-        multiplied, own, x, flight = self._begun.pop(part)
-        return torch.ops.pyruntime.finish_experts(multiplied, x, flight)[:own]
+        scattered, own, x, flight = self._begun.pop(part)
+        step = Step(lambda: torch.ops.pyruntime.finish_experts(scattered, x, flight))
+        return self._layer(step)[:own]
 
     def _begin(self, part: int, x: Tensor, ids: Tensor, weights: Tensor) -> tuple:
         layer, rows, own = self._layer, self._rows[part], len(x)

@@ -38,7 +38,8 @@ def slices_of(run: ResolvedRun, runtime: Runtime) -> int:
     asked = config.parallel.tp_slices
     if asked != "auto":
         return asked
-    forbidden = config.lora.rank > 0 or run.shape.why_no_slices or why_no_slices(config, run.mesh)
+    of_shape = run.shape.why_no_slices(2, run.mesh.tp, over_tp=run.mesh.ep in (None, run.mesh.tp))
+    forbidden = config.lora.rank > 0 or of_shape or why_no_slices(config, run.mesh)
     if forbidden or config.parallel.cp > 1:
         return 1
     # Only with selective recomputation do slices keep no gathered rows, which nobody may have room for.

@@ -18,7 +18,7 @@ from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.validate.adapter_options import check_lora_of
 from pyruntime.train.validate.preference_options import check_dpo_of
-from pyruntime.train.validate.shapes import check_experts_over, check_shape
+from pyruntime.train.validate.shapes import check_experts_over, check_shape, check_slices_of
 
 VOCABULARY_MULTIPLE = 128
 DEFAULT_PRESET = "3m"
@@ -47,6 +47,7 @@ def open_model(config: RunConfig, world_size: int) -> tuple[Tokenizer, LlamaConf
     )
     check_shape(config, shape)
     check_experts_over(config, shape, mesh)
+    check_slices_of(config, shape, mesh)
     check_lora_of(config, shape)
     check_dpo_of(config, shape)
     return tokenizer, shape

@@ -97,6 +97,13 @@ def compare(_group, folding: str, ep: int, family: str, transport: str, options:
         ("dp4", 4, "qwen2_moe", "symmetric_memory", {"slices": 2, "recompute": "selective"}),
         ("dp4", 2, "qwen2_moe", "symmetric_memory", {"slices": 4, "recompute": "full"}),
         ("dp4", 2, "dots1", "hierarchical", {"slices": 2}),
+        ("dp2 tp2", 4, "qwen3_moe", "symmetric_memory", {"slices": 2}),
+        ("dp2 tp2", 4, "qwen2_moe", "process_group", {"slices": 2, "recompute": "selective"}),
+        ("dp2 tp2", 1, "qwen2_moe", "symmetric_memory", {"slices": 2}),
+        ("dp2 tp2", 4, "dots1", "symmetric_memory", {"slices": 2, "recompute": "full"}),
+        ("dp2 tp2", 2, "mixtral", "symmetric_memory", {"slices": 2}),
+        ("dp2 tp2", 2, "qwen3_moe", "process_group", {"slices": 2, "recompute": "selective"}),
+        ("dp2 tp2", 2, "qwen3", "symmetric_memory", {"slices": 4}),
     ],
 )
 def test_slices_give_what_whole_sequences_give(ranks, folding, ep, family, transport, options):

@@ -19,6 +19,20 @@ void for_each_expert(const ExpertRows& routed, const Share& share,
   }
 }
 
+std::vector<Share> all_shares(const ExpertRows& routed, int64_t rows, c10::Device device) {
+  const Chunk every{0, 0, rows};
+  if (!device.is_cpu()) {
+    if (routed.size() == 0) return {};
+    return {{0, routed.experts(), routed.all(), every}};
+  }
+  std::vector<Share> shares;
+  for (int64_t expert = 0; expert < routed.experts(); ++expert) {
+    const ExpertRows::Run run = routed.places_of(expert);
+    if (!run.is_empty()) shares.push_back({expert, 1, run, every});
+  }
+  return shares;
+}
+
 // --- GEMMs
 
 ExpertGemms::ExpertGemms(const at::Tensor& matrices, bool transposed, const ExpertRows& routed,
@@ -83,11 +97,11 @@ SumsOfExperts::SumsOfExperts(const Route& route, const Operand& x, const ExpertR
 }
 
 void SumsOfExperts::make_all() {
-  if (made_.is_cpu()) {
-    make(0, form_.rows);
-  } else {
-    sums_ = sums_of_all();
+  for (const Share& share : all_shares(routed_, form_.rows, made_.device())) {
+    compute_(share, share.run.of(made_));
   }
+  is_made_.assign(is_made_.size(), true);
+  all_are_made_ = true;
 }
 
 MatmulScatter::Parts SumsOfExperts::parts() {
@@ -105,9 +119,7 @@ void SumsOfExperts::begin(const std::vector<Chunk>& order) {
 
 void SumsOfExperts::write(const at::Tensor& out, const Chunk& chunk) {
   if (!made_.is_cpu()) {
-    const Chunk every{own_.owner, 0, form_.rows};
-    if (!std::exchange(all_are_made_, true) && routed_.size() > 0)
-      compute_({0, routed_.experts(), routed_.all(), every}, made_);
+    if (!all_are_made_) make_all();
     return routed_.sum(made_, chunk, out.select(0, 0));
   }
   int64_t begin = chunk.begin, end = begin + chunk.rows;

@@ -33,6 +33,9 @@ struct Share {
 void for_each_expert(const ExpertRows& routed, const Share& share,
                      const std::function<void(int64_t expert, const ExpertRows::Run& own)>& use);
 
+// Shares that together are all rows of all experts.
+std::vector<Share> all_shares(const ExpertRows& routed, int64_t rows, c10::Device device);
+
 // rows @ matrix^T [+ bias] if `transposed`, else rows @ matrix, for the matrices of this rank's experts. Each
 // is arranged when its first rows come, and dropped after its last.
 class ExpertGemms {
@@ -82,7 +85,7 @@ class SumsOfExperts {
   Compute compute_;
   std::vector<Chunk> order_;
   at::Tensor made_;            // [routed rows, D], in their order
-  bool all_are_made_ = false;  // on a device
+  bool all_are_made_ = false;
   std::vector<bool> is_made_;  // of all rows, on a CPU
 };
 

@@ -179,51 +179,64 @@ void ExpertsForward::take_table() {
   routed_ = routed_by(table_, options_, parameters_.gate_up);
 }
 
+at::Tensor ExpertsForward::products_of(const Share& share) {
+  const ExpertRows::Run& run = share.run;
+  const at::Tensor rows = keeps_ ? run.of(kept_) : at::empty({run.count, x_.width}, hidden_.options());
+  rows_->copy(*routed_, share, rows);
+  up_->write(share, run.of(hidden_),
+             options_.scales_input ? weighted(rows, run.of(routed_->weights())) : rows);
+  return layers::call_weighted_gating(run.of(hidden_), run.of(of_outputs_), options_.gating);
+}
+
+void ExpertsForward::write(const Share& share, const at::Tensor& products, const at::Tensor& out) {
+  back_->write(share, out, products);
+  if (!parameters_.down_bias.defined()) return;
+  for_each_expert(*routed_, share, [&](int64_t expert, const ExpertRows::Run& own) {
+    const at::Tensor p = own.of(share.run.of(of_outputs_));
+    own.of(out).add_(p.unsqueeze(1) * parameters_.down_bias.select(0, expert));
+  });
+}
+
 void ExpertsForward::multiply(bool keep_inputs) {
   const c10::DeviceGuard on(x_.data.device());
   if (!routed_) take_table();
-  const ExpertRows& routed = *routed_;
   const at::TensorOptions like = x_.data.options();
-  hidden_ = at::empty({routed.size(), 2 * features_of(parameters_, options_.transposed)}, like);
-  const bool keep = keep_inputs && options_.cut && group_.crosses_hosts(like.device());
-  kept_ = at::empty({keep ? routed.size() : 0, x_.width}, like);
-  const at::Tensor of_outputs = weights_of_outputs(routed, options_);
-  ExpertGemms up(parameters_.gate_up, !options_.transposed, routed, parameters_.gate_up_bias);
-  ExpertGemms back(parameters_.down, !options_.transposed, routed);
-  SumsOfExperts sums(route_, x_, routed, parameters_.gate_up, [&](const Share& share, const at::Tensor& out) {
-    const ExpertRows::Run& run = share.run;
-    const at::Tensor rows = keep ? run.of(kept_) : at::empty({run.count, x_.width}, like);
-    rows_->copy(routed, share, rows);
-    up.write(share, run.of(hidden_), options_.scales_input ? weighted(rows, run.of(routed.weights())) : rows);
-    const at::Tensor p = run.of(of_outputs);
-    back.write(share, out, layers::call_weighted_gating(run.of(hidden_), p, options_.gating));
-    if (!parameters_.down_bias.defined()) return;
-    for_each_expert(routed, share, [&](int64_t expert, const ExpertRows::Run& own) {
-      own.of(out).add_(own.of(p).unsqueeze(1) * parameters_.down_bias.select(0, expert));
-    });
-  });
-  if (options_.under_other_work) {
-    sums.make_all();
-    rows_->finish();
-  }
-  scatter_.emplace(route_, sums.parts(), /*all=*/!options_.cut);
-  if (options_.under_other_work) {
-    scatter_->reduce_beside();
-  } else {
-    rows_->finish();
-  }
-  rows_.reset();
-  if (keep) routed.clear_padding(kept_);
+  const int64_t places = routed_->size();
+  keeps_ = keep_inputs && options_.cut && group_.crosses_hosts(like.device());
+  hidden_ = at::empty({places, 2 * features_of(parameters_, options_.transposed)}, like);
+  kept_ = at::empty({keeps_ ? places : 0, x_.width}, like);
+  of_outputs_ = weights_of_outputs(*routed_, options_);
+  up_.emplace(parameters_.gate_up, !options_.transposed, *routed_, parameters_.gate_up_bias);
+  back_.emplace(parameters_.down, !options_.transposed, *routed_);
   if (!keep_inputs) kept_ = kept_.view({0});  // tells the backward that it has none
+  if (!options_.under_other_work) return;
+  products_.resize(routed_->experts());
+  for (const Share& share : all_shares(*routed_, route_.rows, like.device())) {
+    products_[share.first] = products_of(share);
+  }
+  rows_->finish();
+}
+
+void ExpertsForward::scatter() {
+  const c10::DeviceGuard on(x_.data.device());
+  const bool has_products = options_.under_other_work;
+  SumsOfExperts sums(route_, x_, *routed_, parameters_.gate_up,
+                     [&](const Share& share, const at::Tensor& out) {
+                       write(share, has_products ? products_[share.first] : products_of(share), out);
+                     });
+  if (has_products) sums.make_all();
+  scatter_.emplace(route_, sums.parts(), /*all=*/!options_.cut);
+  if (has_products) scatter_->reduce_beside();
+  rows_->finish();
+  if (keeps_) routed_->clear_padding(kept_);
+  products_.clear();
+  up_.reset();
+  back_.reset();
 }
 
 at::Tensor ExpertsForward::finish() {
   const c10::DeviceGuard on(x_.data.device());
   return scatter_->finish().view(x_.sizes);
-}
-
-void ExpertsForward::forget() {
-  hidden_ = kept_ = at::Tensor();
 }
 
 // --- backward
@@ -238,6 +251,7 @@ ExpertsBackward::ExpertsBackward(const ExpertOptions& options, const at::Tensor&
       route_(route_of("experts_backward", dy_, features, options, rows)),
       routed_(std::move(routed)),
       k_(k),
+      features_(features),
       reads_x_(reads_x),
       has_kept_(has_kept && options.cut && group_.crosses_hosts(grad.device())) {
   const c10::DeviceGuard on(grad.device());
@@ -246,69 +260,85 @@ ExpertsBackward::ExpertsBackward(const ExpertOptions& options, const at::Tensor&
 }
 
 void ExpertsBackward::multiply(const ExpertParameters& parameters, const at::Tensor& hidden,
-                               const at::Tensor& kept, bool need_gate_up, bool need_down,
-                               ExpertParameters& gradients) {
+                               const at::Tensor& kept, bool need_gate_up, bool need_down) {
   const c10::DeviceGuard on(dy_.data.device());
-  const ExpertRows& routed = *routed_;
-  const int64_t features = hidden.size(1) / 2;
-  const at::TensorOptions like = dy_.data.options();
-  const at::TensorOptions precise = like.dtype(dtype_of_sums(dy_.data));
-  // The gradient of a matrix reads all places. Without it, rows last as long as they are computed with.
-  const auto empty = [&](int64_t rows, int64_t width) { return at::empty({rows, width}, like); };
+  const bool at_once = options_.under_other_work;
+  parameters_ = parameters;
+  hidden_ = hidden;
+  need_gate_up_ = need_gate_up;
+  need_down_ = need_down;
+  // Without the gradient of a matrix, rows last as long as they are computed with.
   const auto for_all = [&](bool needed, int64_t width) {
-    return needed ? empty(routed.size(), width) : at::Tensor();
+    return needed ? at::empty({routed_->size(), width}, dy_.data.options()) : at::Tensor();
   };
-  const auto rows_in = [&](const at::Tensor& all, const ExpertRows::Run& run, int64_t width) {
-    return all.defined() ? run.of(all) : empty(run.count, width);
+  dy_rows_ = for_all(need_down, x_.width);
+  products_ = for_all(need_down, features_);
+  dhidden_ = for_all(need_gate_up || at_once, 2 * features_);
+  x_rows_ = has_kept_ ? kept : for_all(reads_x_, x_.width);
+  dp_ = at::zeros({route_.rows * k_}, dy_.data.options().dtype(dtype_of_sums(dy_.data)));
+  of_outputs_ = weights_of_outputs(*routed_, options_);
+  through_down_.emplace(parameters.down, options_.transposed, *routed_);
+  through_up_.emplace(parameters.gate_up, options_.transposed, *routed_);
+  if (!at_once) return;
+  for (const Share& share : all_shares(*routed_, route_.rows, dp_.device())) take(share);
+  finish_rows();
+}
+
+at::Tensor ExpertsBackward::take(const Share& share) {
+  const ExpertRows::Run& run = share.run;
+  const auto rows_in = [&](const at::Tensor& all, int64_t width) {
+    return all.defined() ? run.of(all) : at::empty({run.count, width}, dy_.data.options());
   };
-  const at::Tensor dy_rows = for_all(need_down, x_.width), products = for_all(need_down, features);
-  const at::Tensor dhidden = for_all(need_gate_up, 2 * features);
-  const at::Tensor x_rows = has_kept_ ? kept : for_all(reads_x_, x_.width);
-  const at::Tensor dp = at::zeros({route_.rows * k_}, precise);
-  const at::Tensor of_outputs = weights_of_outputs(routed, options_);
-  ExpertGemms through_down(parameters.down, options_.transposed, routed);
-  ExpertGemms through_up(parameters.gate_up, options_.transposed, routed);
-  SumsOfExperts sums(route_, x_, routed, parameters.gate_up, [&](const Share& share, const at::Tensor& out) {
-    const ExpertRows::Run& run = share.run;
-    const at::Tensor dy_run = rows_in(dy_rows, run, x_.width);
-    const at::Tensor dhidden_run = rows_in(dhidden, run, 2 * features);
-    rows_of_dy_->copy(routed, share, dy_run);
-    if (rows_of_x_) rows_of_x_->copy(routed, share, run.of(x_rows));
-    const at::Tensor dproduct = empty(run.count, features);
-    through_down.write(share, dproduct, dy_run);
-    const at::Tensor dots = at::empty({run.count}, precise);
-    layers::call_weighted_gating_backward(dproduct, run.of(hidden), run.of(of_outputs), options_.gating,
-                                          dhidden_run, rows_in(products, run, features), dots);
-    through_up.write(share, out, dhidden_run);
-    if (options_.scales_input) {
-      dots.copy_((run.of(x_rows).to(dots.scalar_type()) * out).sum(-1));
-      out.copy_(weighted(out, run.of(routed.weights())));
-    } else if (parameters.down_bias.defined()) {
-      for_each_expert(routed, share, [&](int64_t expert, const ExpertRows::Run& own) {
-        const at::Tensor bias = parameters.down_bias.select(0, expert).to(dots.scalar_type());
-        own.of(dots).add_(at::mv(own.of(dy_run).to(dots.scalar_type()), bias));
-      });
-    }
-    // On a device there is no padding.
-    const ExpertRows::Run rows = share.experts == 1 ? routed.of(share.first, share.range) : run;
-    dp.index_copy_(0, rows.of(routed.places()), dots.narrow(0, 0, rows.count));
-  });
-  const auto finish_rows = [&] {
-    rows_of_dy_->finish();
-    if (rows_of_x_) rows_of_x_->finish();
-  };
-  if (options_.under_other_work) {
-    sums.make_all();
-    finish_rows();
+  const at::Tensor dy_run = rows_in(dy_rows_, x_.width), dhidden = rows_in(dhidden_, 2 * features_);
+  rows_of_dy_->copy(*routed_, share, dy_run);
+  if (rows_of_x_) rows_of_x_->copy(*routed_, share, run.of(x_rows_));
+  const at::Tensor dproduct = at::empty({run.count, features_}, dy_.data.options());
+  through_down_->write(share, dproduct, dy_run);
+  const at::Tensor dots = at::empty({run.count}, dp_.options());
+  layers::call_weighted_gating_backward(dproduct, run.of(hidden_), run.of(of_outputs_), options_.gating,
+                                        dhidden, rows_in(products_, features_), dots);
+  if (options_.scales_input) return dhidden;  // there dots are those of inputs
+  if (parameters_.down_bias.defined()) {
+    for_each_expert(*routed_, share, [&](int64_t expert, const ExpertRows::Run& own) {
+      const at::Tensor bias = parameters_.down_bias.select(0, expert).to(dots.scalar_type());
+      own.of(dots).add_(at::mv(own.of(dy_run).to(dots.scalar_type()), bias));
+    });
   }
-  scatter_.emplace(route_, sums.parts(), /*all=*/!options_.cut);
-  if (options_.under_other_work) {
-    scatter_->reduce_beside();
-  } else {
-    finish_rows();
-  }
+  set_weights(share, dots);
+  return dhidden;
+}
+
+void ExpertsBackward::write(const Share& share, const at::Tensor& dhidden, const at::Tensor& out) {
+  through_up_->write(share, out, dhidden);
+  if (!options_.scales_input) return;
+  set_weights(share, (share.run.of(x_rows_).to(dp_.scalar_type()) * out).sum(-1));
+  out.copy_(weighted(out, share.run.of(routed_->weights())));
+}
+
+void ExpertsBackward::set_weights(const Share& share, const at::Tensor& dots) {
+  // On a device there is no padding.
+  const ExpertRows::Run rows = share.experts == 1 ? routed_->of(share.first, share.range) : share.run;
+  dp_.index_copy_(0, rows.of(routed_->places()), dots.narrow(0, 0, rows.count));
+}
+
+void ExpertsBackward::finish_rows() {
+  rows_of_dy_->finish();
+  if (rows_of_x_) rows_of_x_->finish();
+}
+
+void ExpertsBackward::scatter(ExpertParameters& sums) {
+  const c10::DeviceGuard on(dy_.data.device());
+  const bool is_taken = options_.under_other_work;
+  SumsOfExperts sums_of_dx(route_, x_, *routed_, parameters_.gate_up,
+                           [&](const Share& share, const at::Tensor& out) {
+                             write(share, is_taken ? share.run.of(dhidden_) : take(share), out);
+                           });
+  if (is_taken) sums_of_dx.make_all();
+  scatter_.emplace(route_, sums_of_dx.parts(), /*all=*/!options_.cut);
+  if (is_taken) scatter_->reduce_beside();
+  finish_rows();
   // Every weight belongs to one expert, so only one rank's term is not zero.
-  const Operand terms = Operand::of(dp.view({route_.rows, k_}), 0, "dweights");
+  const Operand terms = Operand::of(dp_.view({route_.rows, k_}), 0, "dweights");
   scatter_of_weights_.emplace(
       whole(group_, route_.rows),
       MatmulScatter::Parts{
@@ -317,35 +347,42 @@ void ExpertsBackward::multiply(const ExpertParameters& parameters, const at::Ten
           .transposed = false,
           .compute = [&](const at::Tensor& out, const Chunk& chunk) { out.copy_(terms.rows_of(chunk)); }},
       /*all=*/!options_.cut);
-  for (const at::Tensor& values : {dy_rows, dhidden, products, has_kept_ ? at::Tensor() : x_rows}) {
-    if (values.defined()) routed.clear_padding(values);
+  for (const at::Tensor& values : {dy_rows_, dhidden_, products_, has_kept_ ? at::Tensor() : x_rows_}) {
+    if (values.defined()) routed_->clear_padding(values);
   }
-  const auto add_gradient = [&](at::Tensor& sum, const at::Tensor& stack, const at::Tensor& out_rows,
-                                const at::Tensor& in_rows) {
+  add_gradients(sums);
+  dy_rows_ = products_ = dhidden_ = x_rows_ = hidden_ = at::Tensor();
+  through_down_.reset();
+  through_up_.reset();
+}
+
+void ExpertsBackward::add_gradients(ExpertParameters& sums) const {
+  const auto add_stack = [&](at::Tensor& sum, const at::Tensor& stack, const at::Tensor& out_rows,
+                             const at::Tensor& in_rows) {
     sum = stack_gradient(stack, options_.transposed ? in_rows : out_rows,
-                         options_.transposed ? out_rows : in_rows, routed.ends(), sum);
+                         options_.transposed ? out_rows : in_rows, routed_->ends(), sum);
   };
-  if (need_gate_up) {
-    const at::Tensor inputs = options_.scales_input ? weighted(x_rows, routed.weights()) : x_rows;
-    add_gradient(gradients.gate_up, parameters.gate_up, dhidden, inputs);
+  if (need_gate_up_) {
+    const at::Tensor inputs = options_.scales_input ? weighted(x_rows_, routed_->weights()) : x_rows_;
+    add_stack(sums.gate_up, parameters_.gate_up, dhidden_, inputs);
   }
-  if (need_down) add_gradient(gradients.down, parameters.down, dy_rows, products);
-  if (!parameters.down_bias.defined()) return;
-  if (need_gate_up) {
-    const at::Tensor dbias = parameters.gate_up.new_empty({routed.experts(), 2 * features});
-    for (int64_t expert = 0; expert < routed.experts(); ++expert) {
-      dbias.select(0, expert).copy_(routed.of(expert).of(dhidden).sum(0));
+  if (need_down_) add_stack(sums.down, parameters_.down, dy_rows_, products_);
+  if (!parameters_.down_bias.defined()) return;
+  if (need_gate_up_) {
+    const at::Tensor dbias = parameters_.gate_up.new_empty({routed_->experts(), 2 * features_});
+    for (int64_t expert = 0; expert < routed_->experts(); ++expert) {
+      dbias.select(0, expert).copy_(routed_->of(expert).of(dhidden_).sum(0));
     }
-    add_to(gradients.gate_up_bias, dbias);
+    add_to(sums.gate_up_bias, dbias);
   }
-  if (need_down) {
-    const at::Tensor dbias = parameters.down_bias.new_empty(parameters.down_bias.sizes());
-    for (int64_t expert = 0; expert < routed.experts(); ++expert) {
-      const ExpertRows::Run run = routed.of(expert);
-      const at::Tensor dy_of = run.of(dy_rows).to(precise.dtype());
-      dbias.select(0, expert).copy_(at::mv(dy_of.t(), run.of(of_outputs)));
+  if (need_down_) {
+    const at::Tensor dbias = parameters_.down_bias.new_empty(parameters_.down_bias.sizes());
+    for (int64_t expert = 0; expert < routed_->experts(); ++expert) {
+      const ExpertRows::Run run = routed_->of(expert);
+      const at::Tensor dy_of = run.of(dy_rows_).to(dp_.scalar_type());
+      dbias.select(0, expert).copy_(at::mv(dy_of.t(), run.of(of_outputs_)));
     }
-    add_to(gradients.down_bias, dbias);
+    add_to(sums.down_bias, dbias);
   }
 }
 

@@ -1,13 +1,17 @@
-// The two directions of the operator of experts, in three steps each, between which other work may run:
+// The two directions of the operator of experts, in steps, between which other work may run:
 //
-//     forward    begin: the table, and this rank's rows of x, leave     backward   rows of dY, and of x,
-//     leave
-//                multiply: the experts compute, sums leave                         the same, and dW
-//                finish: the sums of this rank's rows are taken                    the same
+//     forward   begin     the table, and this rank's rows of x, leave
+//               multiply  the experts take rows: gate_up, and gating
+//               scatter   down; sums leave
+//               finish    the sums of this rank's rows are taken
+//     backward  begin     this rank's rows of dY, and of x again, leave
+//               multiply  the experts take rows: down, and gating
+//               scatter   gate_up; sums of dX leave, and of weights' gradients; then the matrices' gradients
+//               finish    the sums of this rank's rows are taken
 //
-// A whole call takes them one after the other, and its experts take rows as they arrive. With
-// `under_other_work` rows travel beside the caller's work between two steps: then experts compute with all
-// rows before sums leave, so that no rank has more than three flights of a call open.
+// A whole call takes them one after the other: there the experts compute chunk by chunk in `scatter`, as rows
+// arrive and sums leave. With `under_other_work` they compute all rows in one step, which ends the flights
+// that brought them: so that slices, of which several are under way, have slots enough.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,6 +21,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "cpu/layers/weighted_gating.h"
 #include "ops/experts/expert_passes.h"
@@ -56,20 +61,26 @@ class ExpertsForward {
 
   // keep_inputs: whether the backward reads x.
   void multiply(bool keep_inputs);
+  void scatter();
   // This rank's rows of the result.
   at::Tensor finish();
 
-  // The experts and weights of all ranks' rows, [rows, 2k]; known from multiply() on, as the following.
+  // Known from multiply() on: the experts and weights of all ranks' rows, [rows, 2k], and what follows.
   const at::Tensor& table() const { return table_; }
   const std::shared_ptr<const ExpertRows>& routed() const { return routed_; }
-  const at::Tensor& hidden() const { return hidden_; }  // gate_up's results, [routed rows, 2F]
+  // gate_up's results, [routed rows, 2F], complete from scatter() on.
+  const at::Tensor& hidden() const { return hidden_; }
   // Between hosts the routed rows of x, [routed rows, D], if they are to be kept; else without elements.
   const at::Tensor& kept() const { return kept_; }
   // Leaves the memory of these to those who hold them.
-  void forget();
+  void forget() { hidden_ = kept_ = at::Tensor(); }
 
  private:
   void take_table();
+  // Gating of what gate_up makes of a share's rows, [share.run.count, F].
+  at::Tensor products_of(const Share& share);
+  // Writes to out what the experts make of these.
+  void write(const Share& share, const at::Tensor& products, const at::Tensor& out);
 
   ExpertOptions options_;
   ExpertParameters parameters_;
@@ -80,7 +91,11 @@ class ExpertsForward {
   std::optional<GatherMatmul> tables_;  // until the table is complete
   std::optional<AllRows> rows_;
   std::shared_ptr<const ExpertRows> routed_;
+  bool keeps_ = false;
+  at::Tensor of_outputs_;  // weights
   at::Tensor hidden_, kept_;
+  std::optional<ExpertGemms> up_, back_;
+  std::vector<at::Tensor> products_;  // by the first expert of a share, with under_other_work
   std::optional<MatmulScatter> scatter_;
 };
 
@@ -92,22 +107,38 @@ class ExpertsBackward {
                   std::shared_ptr<const ExpertRows> routed, int64_t rows, int64_t k, int64_t features,
                   bool reads_x, bool has_kept);
 
-  // Adds to `sums` the gradients of parameters that are needed; those that are undefined are made, unless a
-  // sink takes their operands. They are computed while sums travel.
   void multiply(const ExpertParameters& parameters, const at::Tensor& hidden, const at::Tensor& kept,
-                bool need_gate_up, bool need_down, ExpertParameters& sums);
+                bool need_gate_up, bool need_down);
+  // Adds to `sums` the gradients of parameters that are needed; those that are undefined are made, unless a
+  // sink takes their operands.
+  void scatter(ExpertParameters& sums);
   // This rank's rows of {dx, dweights [own rows, k]}.
   std::pair<at::Tensor, at::Tensor> finish();
 
  private:
+  // Returns the gradients of what gate_up made of a share's rows, [share.run.count, 2F].
+  at::Tensor take(const Share& share);
+  // Writes to out what the experts make of these.
+  void write(const Share& share, const at::Tensor& dhidden, const at::Tensor& out);
+  void finish_rows();
+  void set_weights(const Share& share, const at::Tensor& dots);
+  void add_gradients(ExpertParameters& sums) const;
+
   ExpertOptions options_;
   Operand x_, dy_;
   Group& group_;
   Route route_;
   std::shared_ptr<const ExpertRows> routed_;
-  int64_t k_;
+  int64_t k_, features_;
   bool reads_x_, has_kept_;
+  ExpertParameters parameters_;
+  bool need_gate_up_ = false, need_down_ = false;
   std::optional<AllRows> rows_of_dy_, rows_of_x_;
+  std::optional<ExpertGemms> through_down_, through_up_;
+  at::Tensor hidden_, of_outputs_;
+  at::Tensor dp_;  // [rows * k]
+  // Of all places, where a matrix's gradient or a later step reads them; else undefined.
+  at::Tensor dy_rows_, products_, dhidden_, x_rows_;
   std::optional<MatmulScatter> scatter_, scatter_of_weights_;
 };
 

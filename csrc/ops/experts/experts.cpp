@@ -43,6 +43,7 @@ Tensors experts(const at::Tensor& x_shard, const at::Tensor& ids, const at::Tens
                               {alpha, limit, shift, interleaved}};
   ExpertsForward forward(options, parameters, x_shard, ids, weights, rows.expect_int());
   forward.multiply(keep_inputs);
+  forward.scatter();
   return {forward.finish(), forward.table(), forward.hidden(), forward.kept()};
 }
 
@@ -68,7 +69,8 @@ Tensors experts_backward(const at::Tensor& grad, const at::Tensor& x_shard, cons
                            /*has_kept=*/kept.dim() == 2);
   ExpertParameters found;
   const ExpertParameters parameters{gate_up, down, {}, down_bias.value_or(at::Tensor())};
-  backward.multiply(parameters, hidden, kept, need_gate_up, need_down, found);
+  backward.multiply(parameters, hidden, kept, need_gate_up, need_down);
+  backward.scatter(found);
   auto [dx, dweights] = backward.finish();
   Tensors result{dx, dweights};
   if (need_gate_up) result.push_back(found.gate_up);

@@ -1,8 +1,7 @@
-// The operator of experts in three steps (expert_steps.h), between which another slice's work runs.
+// The operator of experts in steps (expert_steps.h), between which another slice's work runs.
 //
-//     begin     the table and rows of x leave                        backward: sums of dx are taken
-//     multiply  experts multiply, sums leave                         the same, and dW
-//     finish    sums are taken                                       backward: rows of dY, and of x, leave
+//     begin     backward: finish       scatter   backward: multiply
+//     multiply  backward: scatter      finish    backward: begin
 //
 // Autograd runs the backward steps in the reverse order, as in ops/sliced_linears.cpp, which says what ties
 // them. Every slice adds its product to the gradient of a matrix, which is complete with the last of them.
@@ -57,7 +56,7 @@ struct ExpertsFlight : torch::CustomClassHolder {
   std::optional<ExpertsBackward> backward;
   std::shared_ptr<const ExpertRows> routed;
   int64_t rows = 0, k = 0, features = 0;  // rows of all ranks, with so many experts each
-  bool keeps_inputs = false;              // for the backward
+  bool keeps_inputs = false;              // whether the backward reads x
 };
 
 using Experts = c10::intrusive_ptr<SlicedExperts>;
@@ -85,7 +84,12 @@ at::Tensor multiply_experts(const at::Tensor& begun, const at::Tensor& /*shared*
   return mark_like(begun);
 }
 
-at::Tensor finish_experts(const at::Tensor& /*multiplied*/, const at::Tensor& /*x: what autograd may save*/,
+at::Tensor scatter_experts(const at::Tensor& multiplied, const Flight& flight) {
+  flight->forward->scatter();
+  return mark_like(multiplied);
+}
+
+at::Tensor finish_experts(const at::Tensor& /*scattered*/, const at::Tensor& /*x: what autograd may save*/,
                           const Flight& flight) {
   const at::Tensor y = flight->forward->finish();
   flight->forward.reset();
@@ -135,40 +139,51 @@ struct BeginExperts : Function<BeginExperts> {
 struct MultiplyExperts : Function<MultiplyExperts> {
   static Variable forward(AutogradContext* ctx, const at::Tensor& begun, const at::Tensor& shared,
                           const Flight& flight) {
-    const Experts& experts = flight->experts;
-    flight->keeps_inputs = reads_inputs(experts->need_gate_up, experts->options);
+    const SlicedExperts& experts = *flight->experts;
+    flight->keeps_inputs = reads_inputs(experts.need_gate_up, experts.options);
     at::AutoDispatchBelowADInplaceOrView guard;
-    const at::Tensor mark = Operator<multiply_experts>::call(begun, shared, flight);
-    const ExpertsForward& forward = *flight->forward;
-    const ExpertParameters& of = experts->parameters;
+    ctx->saved_data["flight"] = flight;
+    return Operator<multiply_experts>::call(begun, shared, flight);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const Flight flight = held<Flight>(ctx, "flight");
+    flight->backward->scatter(flight->experts->of_this_pass());
+    return {mark_like(grads[0]), mark_like(grads[0]), at::Tensor()};
+  }
+};
+
+struct ScatterExperts : Function<ScatterExperts> {
+  static Variable forward(AutogradContext* ctx, const at::Tensor& multiplied, const Flight& flight) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const at::Tensor mark = Operator<scatter_experts>::call(multiplied, flight);
+    ExpertsForward& forward = *flight->forward;
+    const ExpertParameters& of = flight->experts->parameters;
     flight->routed = forward.routed();
     flight->rows = forward.table().size(0);
     flight->k = forward.table().size(1) / 2;
     flight->features = forward.hidden().size(1) / 2;
     ctx->save_for_backward({forward.hidden(), forward.kept(), of.gate_up, of.down, of.down_bias});
-    flight->forward->forget();
+    forward.forget();
     ctx->saved_data["flight"] = flight;
     return mark;
   }
-  static variable_list backward(AutogradContext* ctx, const variable_list& /*marks*/) {
-    refuse_second_derivatives("sliced experts");
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Flight flight = held<Flight>(ctx, "flight");
-    const Experts& experts = flight->experts;
+    const SlicedExperts& experts = *flight->experts;
     const Tensors saved = ctx->get_saved_variables();  // only once: checkpointing frees them then
-    const ExpertParameters parameters{saved[2], saved[3], {}, saved[4]};
-    flight->backward->multiply(parameters, saved[0], saved[1], experts->need_gate_up, experts->need_down,
-                               experts->of_this_pass());
-    return {mark_like(saved[0]), mark_like(saved[0]), at::Tensor()};
+    flight->backward->multiply({saved[2], saved[3], {}, saved[4]}, saved[0], saved[1], experts.need_gate_up,
+                               experts.need_down);
+    return {mark_like(grads[0]), at::Tensor()};
   }
 };
 
 struct FinishExperts : Function<FinishExperts> {
-  static Variable forward(AutogradContext* ctx, const at::Tensor& multiplied, const at::Tensor& x,
+  static Variable forward(AutogradContext* ctx, const at::Tensor& scattered, const at::Tensor& x,
                           const Flight& flight) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({flight->keeps_inputs ? x : saved_input(x, {})});
     ctx->saved_data["flight"] = flight;
-    return Operator<finish_experts>::call(multiplied, x, flight);
+    return Operator<finish_experts>::call(scattered, x, flight);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_second_derivatives("sliced experts");
@@ -198,8 +213,10 @@ void register_sliced_experts(torch::Library& m) {
              ") -> Tensor");
   Operator<multiply_experts>::define_differentiable<MultiplyExperts>(
       m, "multiply_experts(Tensor begun, Tensor shared, " + flight + ") -> Tensor");
+  Operator<scatter_experts>::define_differentiable<ScatterExperts>(
+      m, "scatter_experts(Tensor multiplied, " + flight + ") -> Tensor");
   Operator<finish_experts>::define_differentiable<FinishExperts>(
-      m, "finish_experts(Tensor multiplied, Tensor x, " + flight + ") -> Tensor");
+      m, "finish_experts(Tensor scattered, Tensor x, " + flight + ") -> Tensor");
 }
 
 }  // namespace pyruntime

@@ -21,11 +21,6 @@ def check_shape(config: RunConfig, shape: LlamaConfig) -> None:
     )
     if shape.mixture is not None or shape.qk_norm:
         _check_cuts(config, "experts" if shape.mixture else "normalised heads")
-    slices, why = config.parallel.tp_slices, shape.why_no_slices
-    require(
-        slices in ("auto", 1) or not why,
-        f"parallel.tp_slices={slices} does not support a model with {why}; leave it out.",
-    )
     if shape.mixture is None:
         return
     experts = f"a model with {shape.mixture.experts} experts"
@@ -87,6 +82,17 @@ def check_experts_over(config: RunConfig, shape: LlamaConfig, mesh: MeshSizes) -
             f"{name} supports experts over the tensor-parallel ranks, and {asked} with parallel.tp={tp}; "
             "leave one of them out.",
         )
+
+
+def check_slices_of(config: RunConfig, shape: LlamaConfig, mesh: MeshSizes) -> None:
+    """Raises ConfigError if a model of that shape does not take the slices of parallel.tp_slices."""
+    slices = config.parallel.tp_slices
+    if slices in ("auto", 1):
+        return
+    why = shape.why_no_slices(int(slices), mesh.tp, over_tp=mesh.ep in (None, mesh.tp))
+    require(
+        not why, f"parallel.tp_slices={slices} does not support a model with {why}; use 2, or leave it out."
+    )
 
 
 def _check_cuts(config: RunConfig, what: str) -> None:
