@@ -217,8 +217,8 @@ class Block(nn.Module):
     def with_normed_heads(
         self, qkv: Tensor, step: ForwardPass, between: Elementwise, weights: Sequence[Tensor]
     ) -> Tensor:
-        """Returns qkv [T, (H + 2 G) d / P] with every query and key head normalised, or all together. weights:
-        of this layer, from `head_norm_weights`."""
+        """Returns qkv [T, (H + 2 G) d / P] with every query and key head normalised, or all together. weights
+        of this layer: from `head_norm_weights`."""
         if self.has_norms_of_all_heads:
             width = qkv.shape[1] // (step.heads + 2 * step.key_value_heads)
             sizes = [width * step.heads, width * step.key_value_heads, width * step.key_value_heads]

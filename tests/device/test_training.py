@@ -20,6 +20,7 @@ from tests.train import jobs
 
 pytestmark = pytest.mark.usefixtures("simulated")
 
+MIXTURE = {"experts": 7, "experts_per_token": 2, "expert_size": 40, "dense_layers": 1}
 MESHES = {
     "tp": {"parallel": {"tp": 2}},
     "zero 3": {"parallel": {"tp": 1, "dp": 2, "zero": 3}},
@@ -39,6 +40,16 @@ MESHES = {
         "parallel": {"tp": 2, "tp_slices": 2},
         "train": {"activation_checkpointing": "selective"},
     },
+    "slices of experts": {
+        "model": MIXTURE | {"qk_norm": True},
+        "parallel": {"tp": 1, "dp": 2, "ep": 2, "tp_slices": 2},
+        "train": {"activation_checkpointing": "selective", "balance_loss": 0.0},
+    },
+    "slices of tp and experts": {
+        "model": MIXTURE | {"shared_expert_size": 48},
+        "parallel": {"tp": 2, "dp": 2, "ep": 4, "tp_slices": 2},
+        "train": {"balance_loss": 0.0},  # else the tokens of a micro-batch matter
+    },
 }
 FIRST = ["tp", "zb-v"]
 
@@ -50,7 +61,7 @@ def train(group, config, device, delays):
         sim.use_kernels(kernels.LIBRARY)
     check(config, config_ranks(config))
     parallel = config.parallel
-    axes = {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "dp")}
+    axes = {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "dp", "ep")}
     with Runtime.start(**axes, device=device) as runtime:
         folder = run(config, "job", runtime, StopRequest())
     return [(step["loss"], step["grad_norm"]) for step in read(folder / "metrics.jsonl")]
@@ -80,7 +91,7 @@ def learned(ranks, config, device: str, folder: str, delays: int = 0):
 @pytest.mark.second_tier(*[name for name in MESHES if name not in FIRST])
 def test_a_mesh_of_devices_learns_what_one_cpu_rank_learns(ranks, tmp_path, name):
     config = job(tmp_path, **MESHES[name])
-    alone = jobs.changed(config, "parallel", tp=1, dp=1, cp=1, pp=1, tp_slices=1)
+    alone = jobs.changed(config, "parallel", tp=1, dp=1, cp=1, pp=1, ep=None, tp_slices=1)
     alone = jobs.changed(alone, "pipeline", kind="1f1b")
     expected = learned(ranks, alone, "cpu", str(tmp_path / "cpu"))
     found = learned(ranks, config, sim.DEVICE, str(tmp_path / "sim"), delays=len(name))

@@ -96,7 +96,7 @@ def test_losses_and_norms_are_those_of_one_rank(ranks, config, whole, name):
     asked = jobs.changed(jobs.changed(asked, "parallel", **{"tp": 1} | sizes), "pipeline", **pipeline)
     of_mesh = asked.parallel
     if of_mesh.tp_slices == 2 and "olmo2" in (Path(config.model.init_from) / "config.json").read_text():
-        with pytest.raises(ConfigError, match="does not support a model with normalised heads"):
+        with pytest.raises(ConfigError, match="does not support a model with norms of the results"):
             check(asked, 2)
         return
     found = ranks.run(steps_of, of_mesh.tp * of_mesh.dp * of_mesh.cp * of_mesh.pp, asked)

@@ -90,9 +90,7 @@ def check_slices_of(config: RunConfig, shape: LlamaConfig, mesh: MeshSizes) -> N
     if slices in ("auto", 1):
         return
     why = shape.why_no_slices(int(slices), mesh.tp, over_tp=mesh.ep in (None, mesh.tp))
-    require(
-        not why, f"parallel.tp_slices={slices} does not support a model with {why}; use 2, or leave it out."
-    )
+    require(not why, f"parallel.tp_slices={slices} does not support a model with {why}; leave it out.")
 
 
 def _check_cuts(config: RunConfig, what: str) -> None:
