@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
+from pyruntime.comm import CommError, Runtime, set_deadline
 from pyruntime.llama import Llama
 from pyruntime.llama.slices import MOST, SliceAction, order
 from pyruntime.nn import RouterLosses
@@ -108,3 +114,57 @@ def compare(_group, folding: str, ep: int, family: str, transport: str, options:
 )
 def test_slices_give_what_whole_sequences_give(ranks, folding, ep, family, transport, options):
     ranks.run(compare, 4, folding, ep, family, transport, options)
+
+
+def fault_case(_group, fault: str):
+    """(type, message) of this rank's error; rank 1 fails while rows of another slice are on their way."""
+    runtime = Runtime(init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), ep=2)
+    model = Llama(FAMILIES["mixtral"], runtime.tp, experts=runtime.ep, slices=2)
+    ids = torch.zeros(1, 24, dtype=torch.long)
+    model(ids, ids).backward()
+    set_deadline(runtime.ep.group, 1.5)
+
+    def fail(*_):
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3.0)
+
+    if runtime.dp.rank == 1:
+        model.layer(1).out.register_forward_pre_hook(fail)
+    try:
+        model(ids, ids).backward()
+    except CommError as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize(("fault", "error"), [("killed", "PeerLost"), ("late", "CommTimeout")])
+def test_a_fault_between_two_steps_ends_in_a_named_error(ranks, fault, error):
+    outcomes = ranks.launch(fault_case, 2, fault)
+    found, message = outcomes[0].value
+    assert found == error and "rank 1" in message, message
+
+
+def refusals(_group) -> list[str]:
+    runtime, found = runtime_of("dp2 tp2", 4), []
+    for family, options in (
+        ("mixtral", {"slices": 3}),
+        ("qwen2_moe", {"experts": runtime.tp}),
+        ("deepseek_v3", {}),
+        ("mixtral", {"group": runtime_of("dp4", 1).tp, "experts": runtime_of("dp4", 1).ep}),
+    ):
+        given = {"group": runtime.tp, "experts": runtime.ep, "slices": 2, "device": "meta"} | options
+        try:
+            Llama(FAMILIES[family], **given)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_slices_of_experts_do_not_know_is_refused(ranks):
+    assert ranks.run(refusals, 4)[0] == [
+        "slices=3 do not support experts, over tp=2 ranks of which at most 2 are possible; leave it at 1.",
+        "slices=2 do not support a shared expert, unless ep puts the other experts over other ranks than tp; "
+        "leave it at 1.",
+        "slices=2 do not support latent attention; leave it at 1.",
+        "slices=2 hide nothing without tensor parallelism or experts over several ranks; leave it at 1.",
+    ]
