@@ -498,6 +498,13 @@ void bind_data_parallel(py::module_& m) {
       },
       py::arg("weight"), py::arg("sink"), py::arg("keeps") = true);
   m.def(
+      "set_multiplies_groups",
+      [](const std::string& device_type, std::optional<bool> multiplies) {
+        set_multiplies_groups(c10::Device(device_type).type(), multiplies);
+      },
+      py::arg("device_type"), py::arg("multiplies"),
+      "Whether products of experts are one launch on such devices; None: if they are GPUs that have it.");
+  m.def(
       "write_stack_gradient",
       [](const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, const Ends& ends) {
         write_stack(out, dy, x, ends, /*accumulate=*/false);

@@ -123,6 +123,10 @@ at::Tensor stack_gradient(const at::Tensor& stack, const at::Tensor& dy, const a
     found->sink(dy, x, /*later=*/false, ends);
     return {};
   }
+  if (multiplies_groups(stack)) {
+    const at::Tensor term = gradients_of_groups(dy, x, ends);
+    return sum.defined() ? sum.add_(term) : term;
+  }
   const at::Tensor out = sum.defined() ? sum : at::empty(stack.sizes(), stack.options());
   write_stack(out, dy, x, ends, /*accumulate=*/sum.defined());
   return out;

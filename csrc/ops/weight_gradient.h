@@ -23,15 +23,13 @@
 #include <vector>
 
 #include "ops/gemm/gemm.h"
+#include "ops/gemm/groups.h"
 #include "ops/wait_queue.h"
 
 namespace pyruntime {
 
-// The end of each matrix's rows, E numbers for a stack [E, N, K]; empty for one matrix.
-using Ends = std::vector<int64_t>;
-
 // dy [rows, N], x [rows, K], both contiguous or transposable without a copy. `later`: the op waits for other
-// hosts, so queueing them as a WeightProduct pays; false for stacks.
+// hosts, so queueing them as a WeightProduct pays; false for stacks. `ends`: empty for one matrix.
 using WeightGradientSink =
     std::function<void(const at::Tensor& dy, const at::Tensor& x, bool later, const Ends& ends)>;
 

@@ -51,6 +51,19 @@ std::optional<Work> gemm_of(const std::string& name, at::ArrayRef<c10::IValue> a
   return Work{"gemm", {a.size(-2), b.size(-1), a.size(-1), batches, a.element_size(), moved}};
 }
 
+// torch's grouped GEMM: rows of all matrices times each, or sums over the rows of each. Every matrix ends in
+// half a tile of 128 rows.
+std::optional<Work> grouped_gemm_of(const std::string& name, at::ArrayRef<c10::IValue> arguments) {
+  if (name != "aten::_grouped_mm") return std::nullopt;
+  const at::Tensor a = arguments[0].toTensor(), b = arguments[1].toTensor();
+  const int64_t size = a.element_size();
+  if (b.dim() == 3) {
+    return Work{"grouped gemm", {a.size(0) + 64 * b.size(0), b.size(-1), a.size(-1), 1, size, size}};
+  }
+  const int64_t groups = arguments[2].toTensor().numel();
+  return Work{"grouped gemm", {groups * a.size(0), b.size(1), a.size(1) / groups, 1, size, size}};
+}
+
 }  // namespace
 
 Work memory_work(int64_t bytes) {
@@ -67,6 +80,7 @@ Work work_of(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> argume
                                                  "aten::uniform_", "aten::arange", "aten::random_"};
   const std::string& name = schema.name();
   if (auto gemm = gemm_of(name, arguments)) return *gemm;
+  if (auto gemm = grouped_gemm_of(name, arguments)) return *gemm;
   int64_t given = 0, read = 0;
   for (const c10::IValue& each : results) given += bytes_of(each);
   if (kPicking.count(name) > 0) {

@@ -565,7 +565,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", TORCH_FN(at::native::unfold));
   m.impl("native_dropout", TORCH_FN(native_dropout));
   m.impl("addmm.dtype_out", TORCH_FN(addmm_in_float));
-  // Not by torch's composition of other operators, whose statistics are of the input's dtype.
+  // Not by torch's composition of other operators, for which the host reads the ends of groups.
+  m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&run_later>());
+  // Nor this one, whose statistics are of the input's dtype.
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&run_later>());
 }
 

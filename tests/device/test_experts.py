@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from pyruntime.comm import Runtime
+from pyruntime.comm.core import _C
 from pyruntime.ops.experts import SWIGLU
 from tests.cuda import build as kernels
 from tests.device import sim
+from tests.ops import test_experts as of_experts
 from tests.ops.test_experts import LLAMA4, case, operands, run
 
 pytestmark = pytest.mark.usefixtures("simulated")
@@ -57,3 +59,26 @@ def test_rows_are_sorted_gated_and_summed_by_kernels_but_in_float64(ranks):
     each_way = 3 + 1 + 1
     assert kernels_of[torch.bfloat16] == kernels_of[torch.float32] == 2 * each_way
     assert kernels_of[torch.float64] == 0
+
+
+def compare_in_one_launch(group) -> dict[str, int]:
+    _, size = sim.begin_rank(delays=6)
+    sim.use_kernels(kernels.LIBRARY)
+    _C.set_multiplies_groups(sim.DEVICE, True)
+    of_experts.WIDTH = 32  # rows of all matrices begin at multiples of 16 bytes
+    with Runtime.start(tp=size, device=sim.DEVICE) as runtime:
+        options = {"form": SWIGLU, "device": sim.DEVICE}
+        for seed, (rows, routing, form) in enumerate(
+            [(37, "random", SWIGLU), (9, "one expert", SWIGLU), (41, "random", LLAMA4), (1, "random", SWIGLU)]
+        ):
+            case(runtime.tp, seed, rows, 7, 2, routing, torch.bfloat16, options | {"form": form})
+        sim.reset_counts()
+        run(runtime.tp, operands(3, 19, 7, 2, "random", torch.bfloat16), torch.bfloat16, **options)
+        return sim.launches()
+
+
+def test_one_launch_multiplies_for_all_experts_of_a_rank(ranks):
+    for rank in ranks.launch(compare_in_one_launch, 2, init=False):
+        assert rank.error is None, rank.error
+        assert rank.value.get("aten::_grouped_mm") == 6  # two matrices: forward, dX, dW
+        assert not {"aten::mm", "aten::bmm", "aten::addmm"} & set(rank.value)

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "cpu/packed_matrix.h"
+#include "ops/gemm/groups.h"
 
 namespace pyruntime {
 
@@ -37,15 +38,22 @@ std::vector<Share> all_shares(const ExpertRows& routed, int64_t rows, c10::Devic
 
 ExpertGemms::ExpertGemms(const at::Tensor& matrices, bool transposed, const ExpertRows& routed,
                          const at::Tensor& biases)
-    : matrices_(matrices), biases_(biases), transposed_(transposed), routed_(routed) {
+    : matrices_(matrices),
+      biases_(biases),
+      transposed_(transposed),
+      at_once_(!matrices.is_cpu() && !biases.defined() && multiplies_groups(matrices)),
+      routed_(routed) {
   gemms_.resize(routed.experts());
   done_.resize(routed.experts());
 }
 
-void ExpertGemms::write(const Share& share, const at::Tensor& out, const at::Tensor& rows) {
+at::Tensor ExpertGemms::multiply(const Share& share, const at::Tensor& rows, const Memory& out) {
+  if (at_once_) return multiply_groups(rows, matrices_, transposed_, routed_.ends());
+  const at::Tensor all = out();
   for_each_expert(routed_, share, [&](int64_t expert, const ExpertRows::Run& own) {
-    write(expert, own.of(out), own.of(rows));
+    write(expert, own.of(all), own.of(rows));
   });
+  return all;
 }
 
 void ExpertGemms::write(int64_t expert, const at::Tensor& out, const at::Tensor& rows) {
@@ -91,15 +99,12 @@ SumsOfExperts::SumsOfExperts(const Route& route, const Operand& x, const ExpertR
       own_(ChunkPlan(route.rows, route.group.world_size(), route.group.rank()).own()),
       at_once_(matrices.is_cpu() ? rows_at_once(route, routed, matrices) : 0),
       compute_(std::move(compute)),
-      made_(at::empty({routed.size(), x.width}, x.data.options())),
       is_made_(route.rows, false) {
   form_.rows = route.rows;
 }
 
 void SumsOfExperts::make_all() {
-  for (const Share& share : all_shares(routed_, form_.rows, made_.device())) {
-    compute_(share, share.run.of(made_));
-  }
+  for (const Share& share : all_shares(routed_, form_.rows, form_.data.device())) compute(share);
   is_made_.assign(is_made_.size(), true);
   all_are_made_ = true;
 }
@@ -117,10 +122,19 @@ void SumsOfExperts::begin(const std::vector<Chunk>& order) {
   if (at_once_ > 0 && own_.rows / 2 >= at_once_) make(own_.begin, own_.begin + own_.rows / 2);
 }
 
+void SumsOfExperts::compute(const Share& share) {
+  const Memory own = [&] {
+    if (!made_.defined()) made_ = at::empty({routed_.size(), form_.width}, form_.data.options());
+    return share.run.of(made_);
+  };
+  const at::Tensor made = compute_(share, own);
+  if (!made.is_cpu()) made_ = made;
+}
+
 void SumsOfExperts::write(const at::Tensor& out, const Chunk& chunk) {
-  if (!made_.is_cpu()) {
+  if (!out.is_cpu()) {
     if (!all_are_made_) make_all();
-    return routed_.sum(made_, chunk, out.select(0, 0));
+    return sum(chunk, out.select(0, 0));
   }
   int64_t begin = chunk.begin, end = begin + chunk.rows;
   for (const Chunk& next : order_) {
@@ -128,7 +142,12 @@ void SumsOfExperts::write(const at::Tensor& out, const Chunk& chunk) {
   }
   if (at_once_ >= form_.rows) begin = 0, end = form_.rows;
   make(begin, end);
-  routed_.sum(made_, chunk, out.select(0, 0));
+  sum(chunk, out.select(0, 0));
+}
+
+void SumsOfExperts::sum(const Chunk& chunk, const at::Tensor& out) {
+  if (!made_.defined()) made_ = at::empty({0, form_.width}, form_.data.options());
+  routed_.sum(made_, chunk, out);
 }
 
 void SumsOfExperts::make(int64_t begin, int64_t end) {
@@ -140,7 +159,7 @@ void SumsOfExperts::make(int64_t begin, int64_t end) {
     for (int64_t expert = 0; range.rows > 0 && expert < routed_.experts(); ++expert) {
       ExpertRows::Run run = routed_.of(expert, range);
       if (run.count == routed_.of(expert).count) run = routed_.places_of(expert);
-      if (!run.is_empty()) compute_({expert, 1, run, range}, run.of(made_));
+      if (!run.is_empty()) compute({expert, 1, run, range});
     }
     std::fill(from, to, true);
     from = to;

@@ -36,6 +36,9 @@ void for_each_expert(const ExpertRows& routed, const Share& share,
 // Shares that together are all rows of all experts.
 std::vector<Share> all_shares(const ExpertRows& routed, int64_t rows, c10::Device device);
 
+// Gives the memory of a share's results, [share.run.count, *].
+using Memory = std::function<at::Tensor()>;
+
 // rows @ matrix^T [+ bias] if `transposed`, else rows @ matrix, for the matrices of this rank's experts. Each
 // is arranged when its first rows come, and dropped after its last.
 class ExpertGemms {
@@ -43,14 +46,15 @@ class ExpertGemms {
   ExpertGemms(const at::Tensor& matrices, bool transposed, const ExpertRows& routed,
               const at::Tensor& biases = {});
 
-  void write(const Share& share, const at::Tensor& out, const at::Tensor& rows);
+  // Of the share's rows, in `out`; where one launch multiplies for all experts, in memory of its own.
+  at::Tensor multiply(const Share& share, const at::Tensor& rows, const Memory& out);
 
  private:
   // rows: those of some chunks, or all places of the expert.
   void write(int64_t expert, const at::Tensor& out, const at::Tensor& rows);
 
   at::Tensor matrices_, biases_;
-  bool transposed_;
+  bool transposed_, at_once_;
   const ExpertRows& routed_;
   std::vector<std::optional<WeightGemm>> gemms_;
   std::vector<int64_t> done_;
@@ -59,8 +63,8 @@ class ExpertGemms {
 // Computes a rank's term of a scatter: for each row the sum of its results over this rank's experts.
 class SumsOfExperts {
  public:
-  // Writes to out [share.run.count, D] what experts make of their rows.
-  using Compute = std::function<void(const Share& share, const at::Tensor& out)>;
+  // Returns what experts make of their rows, [share.run.count, D], in `out` or, on a device, in other memory.
+  using Compute = std::function<at::Tensor(const Share& share, const Memory& out)>;
 
   // matrices: the experts' first ones, which decide how many rows a CPU computes at once.
   SumsOfExperts(const Route& route, const Operand& x, const ExpertRows& routed, const at::Tensor& matrices,
@@ -77,6 +81,8 @@ class SumsOfExperts {
   void write(const at::Tensor& out, const Chunk& chunk);
   // On a CPU: what is not made yet of these rows.
   void make(int64_t begin, int64_t end);
+  void compute(const Share& share);
+  void sum(const Chunk& chunk, const at::Tensor& out);
 
   const ExpertRows& routed_;
   Operand form_;  // of all rows
@@ -84,7 +90,7 @@ class SumsOfExperts {
   int64_t at_once_;  // rows of all ranks that a CPU computes at once
   Compute compute_;
   std::vector<Chunk> order_;
-  at::Tensor made_;            // [routed rows, D], in their order
+  at::Tensor made_;  // [routed rows, D], in their order, once some are made
   bool all_are_made_ = false;
   std::vector<bool> is_made_;  // of all rows, on a CPU
 };

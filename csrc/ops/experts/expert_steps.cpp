@@ -181,20 +181,30 @@ void ExpertsForward::take_table() {
 
 at::Tensor ExpertsForward::products_of(const Share& share) {
   const ExpertRows::Run& run = share.run;
-  const at::Tensor rows = keeps_ ? run.of(kept_) : at::empty({run.count, x_.width}, hidden_.options());
+  const at::Tensor rows = keeps_ ? run.of(kept_) : at::empty({run.count, x_.width}, x_.data.options());
   rows_->copy(*routed_, share, rows);
-  up_->write(share, run.of(hidden_),
-             options_.scales_input ? weighted(rows, run.of(routed_->weights())) : rows);
-  return layers::call_weighted_gating(run.of(hidden_), run.of(of_outputs_), options_.gating);
+  const at::Tensor inputs = options_.scales_input ? weighted(rows, run.of(routed_->weights())) : rows;
+  const at::Tensor hidden = up_->multiply(share, inputs, [&] { return run.of(hidden_memory()); });
+  if (!hidden.is_cpu()) hidden_ = hidden;
+  return layers::call_weighted_gating(hidden, run.of(of_outputs_), options_.gating);
 }
 
-void ExpertsForward::write(const Share& share, const at::Tensor& products, const at::Tensor& out) {
-  back_->write(share, out, products);
-  if (!parameters_.down_bias.defined()) return;
+const at::Tensor& ExpertsForward::hidden_memory() {
+  if (!hidden_.defined()) {
+    const int64_t features = features_of(parameters_, options_.transposed);
+    hidden_ = at::empty({routed_->size(), 2 * features}, x_.data.options());
+  }
+  return hidden_;
+}
+
+at::Tensor ExpertsForward::outputs_of(const Share& share, const at::Tensor& products, const Memory& memory) {
+  const at::Tensor out = back_->multiply(share, products, memory);
+  if (!parameters_.down_bias.defined()) return out;
   for_each_expert(*routed_, share, [&](int64_t expert, const ExpertRows::Run& own) {
     const at::Tensor p = own.of(share.run.of(of_outputs_));
     own.of(out).add_(p.unsqueeze(1) * parameters_.down_bias.select(0, expert));
   });
+  return out;
 }
 
 void ExpertsForward::multiply(bool keep_inputs) {
@@ -203,7 +213,6 @@ void ExpertsForward::multiply(bool keep_inputs) {
   const at::TensorOptions like = x_.data.options();
   const int64_t places = routed_->size();
   keeps_ = keep_inputs && options_.cut && group_.crosses_hosts(like.device());
-  hidden_ = at::empty({places, 2 * features_of(parameters_, options_.transposed)}, like);
   kept_ = at::empty({keeps_ ? places : 0, x_.width}, like);
   of_outputs_ = weights_of_outputs(*routed_, options_);
   up_.emplace(parameters_.gate_up, !options_.transposed, *routed_, parameters_.gate_up_bias);
@@ -220,14 +229,14 @@ void ExpertsForward::multiply(bool keep_inputs) {
 void ExpertsForward::scatter() {
   const c10::DeviceGuard on(x_.data.device());
   const bool has_products = options_.under_other_work;
-  SumsOfExperts sums(route_, x_, *routed_, parameters_.gate_up,
-                     [&](const Share& share, const at::Tensor& out) {
-                       write(share, has_products ? products_[share.first] : products_of(share), out);
-                     });
+  SumsOfExperts sums(route_, x_, *routed_, parameters_.gate_up, [&](const Share& share, const Memory& out) {
+    return outputs_of(share, has_products ? products_[share.first] : products_of(share), out);
+  });
   if (has_products) sums.make_all();
   scatter_.emplace(route_, sums.parts(), /*all=*/!options_.cut);
   if (has_products) scatter_->reduce_beside();
   rows_->finish();
+  hidden_memory();
   if (keeps_) routed_->clear_padding(kept_);
   products_.clear();
   up_.reset();
@@ -292,8 +301,8 @@ at::Tensor ExpertsBackward::take(const Share& share) {
   const at::Tensor dy_run = rows_in(dy_rows_, x_.width), dhidden = rows_in(dhidden_, 2 * features_);
   rows_of_dy_->copy(*routed_, share, dy_run);
   if (rows_of_x_) rows_of_x_->copy(*routed_, share, run.of(x_rows_));
-  const at::Tensor dproduct = at::empty({run.count, features_}, dy_.data.options());
-  through_down_->write(share, dproduct, dy_run);
+  const at::Tensor dproduct = through_down_->multiply(
+      share, dy_run, [&] { return at::empty({run.count, features_}, dy_.data.options()); });
   const at::Tensor dots = at::empty({run.count}, dp_.options());
   layers::call_weighted_gating_backward(dproduct, run.of(hidden_), run.of(of_outputs_), options_.gating,
                                         dhidden, rows_in(products_, features_), dots);
@@ -308,11 +317,11 @@ at::Tensor ExpertsBackward::take(const Share& share) {
   return dhidden;
 }
 
-void ExpertsBackward::write(const Share& share, const at::Tensor& dhidden, const at::Tensor& out) {
-  through_up_->write(share, out, dhidden);
-  if (!options_.scales_input) return;
+at::Tensor ExpertsBackward::inputs_of(const Share& share, const at::Tensor& dhidden, const Memory& memory) {
+  const at::Tensor out = through_up_->multiply(share, dhidden, memory);
+  if (!options_.scales_input) return out;
   set_weights(share, (share.run.of(x_rows_).to(dp_.scalar_type()) * out).sum(-1));
-  out.copy_(weighted(out, share.run.of(routed_->weights())));
+  return out.copy_(weighted(out, share.run.of(routed_->weights())));
 }
 
 void ExpertsBackward::set_weights(const Share& share, const at::Tensor& dots) {
@@ -330,8 +339,8 @@ void ExpertsBackward::scatter(ExpertParameters& sums) {
   const c10::DeviceGuard on(dy_.data.device());
   const bool is_taken = options_.under_other_work;
   SumsOfExperts sums_of_dx(route_, x_, *routed_, parameters_.gate_up,
-                           [&](const Share& share, const at::Tensor& out) {
-                             write(share, is_taken ? share.run.of(dhidden_) : take(share), out);
+                           [&](const Share& share, const Memory& out) {
+                             return inputs_of(share, is_taken ? share.run.of(dhidden_) : take(share), out);
                            });
   if (is_taken) sums_of_dx.make_all();
   scatter_.emplace(route_, sums_of_dx.parts(), /*all=*/!options_.cut);

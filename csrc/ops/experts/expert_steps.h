@@ -79,8 +79,9 @@ class ExpertsForward {
   void take_table();
   // Gating of what gate_up makes of a share's rows, [share.run.count, F].
   at::Tensor products_of(const Share& share);
-  // Writes to out what the experts make of these.
-  void write(const Share& share, const at::Tensor& products, const at::Tensor& out);
+  // What the experts make of these, [share.run.count, D].
+  at::Tensor outputs_of(const Share& share, const at::Tensor& products, const Memory& memory);
+  const at::Tensor& hidden_memory();
 
   ExpertOptions options_;
   ExpertParameters parameters_;
@@ -118,8 +119,8 @@ class ExpertsBackward {
  private:
   // Returns the gradients of what gate_up made of a share's rows, [share.run.count, 2F].
   at::Tensor take(const Share& share);
-  // Writes to out what the experts make of these.
-  void write(const Share& share, const at::Tensor& dhidden, const at::Tensor& out);
+  // What the experts make of these, the gradients of their rows.
+  at::Tensor inputs_of(const Share& share, const at::Tensor& dhidden, const Memory& memory);
   void finish_rows();
   void set_weights(const Share& share, const at::Tensor& dots);
   void add_gradients(ExpertParameters& sums) const;

@@ -1,0 +1,30 @@
+// Products of several matrices with the rows of each, in one launch: torch's grouped GEMM. On a GPU a product
+// for each expert leaves multiprocessors without work in its last wave.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace pyruntime {
+
+// The end of each matrix's rows, G numbers for matrices [G, N, K].
+using Ends = std::vector<int64_t>;
+
+// Whether products of these matrices [G, N, K] are one launch: bf16 on Hopper, where rows of matrices begin
+// at multiples of 16 bytes. Elsewhere torch multiplies one after the other, and its host waits for the ends.
+bool multiplies_groups(const at::Tensor& matrices);
+// Sets it for devices of that type, whatever they are; nothing: as above. For tests.
+void set_multiplies_groups(c10::DeviceType type, std::optional<bool> multiplies);
+
+// Row i @ matrix^T if `transposed`, else @ matrix, with the matrix whose rows it is among. Rows from the last
+// end on are not written.
+at::Tensor multiply_groups(const at::Tensor& rows, const at::Tensor& matrices, bool transposed,
+                           const Ends& ends);
+// dy^T @ x over the rows of each, [G, N, K]; zero for one without rows. dy [rows, N], x [rows, K].
+at::Tensor gradients_of_groups(const at::Tensor& dy, const at::Tensor& x, const Ends& ends);
+
+}  // namespace pyruntime
