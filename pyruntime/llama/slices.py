@@ -23,7 +23,7 @@ Without tensor parallelism only rows of experts travel. Then slices go through l
 
 So rows travel behind the attention or the experts of the other slice, sums behind its experts or attention.
 
-The backward pass runs through the same order in reverse, as autograd does (csrc/ops/sliced_linears.cpp).
+The backward pass runs through the same order in reverse, as autograd does (csrc/ops/slices).
 """
 
 from __future__ import annotations

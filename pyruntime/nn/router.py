@@ -40,11 +40,7 @@ class Routed(NamedTuple):
 def top_k(scores: Tensor, k: int) -> Tensor:
     """Returns the indices [..., k] of the k largest of scores [..., E], largest first; of equal ones the
     lowest index first, which torch.topk does not promise."""
-    left, found = scores.detach().clone(), []
-    for _ in range(k):
-        found.append(left.argmax(-1, keepdim=True))
-        left.scatter_(-1, found[-1], -math.inf)
-    return torch.cat(found, -1)
+    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
 
 def softmax_routes(logits: Tensor, k: int, *, renormalize: bool = True) -> Routed:

@@ -7,7 +7,7 @@
               multiply(part)           takes the rows that came, gate and up
               scatter(part)            down; sends what the experts make          end(part) -> y [M_r, D]
 
-The backward reverses every step, in reverse order (csrc/ops/sliced_linears.cpp, experts/sliced_experts.cpp).
+The backward reverses every step, in reverse order (csrc/ops/slices).
 Each slice takes all steps once, and all ranks take the steps of a group in the same order. A linear's dW is
 one GEMM over all slices; to the gradient of an expert every slice adds its product."""
 

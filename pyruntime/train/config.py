@@ -295,9 +295,10 @@ class Parallel:
     """ZeRO stage over the data- and context-parallel ranks: 0 cuts nothing, 1 and 2 optimizer states and
     gradients, 3 also the weights. If tp has z, all of it is cut over z (3) and replicated over dp."""
     tp_slices: Literal["auto", 1, 2, 3, 4] = 1
-    """Causal slices of every sequence inside a tensor-parallel group: one computes while the rows of another
-    travel. auto: 2 if tensor-parallel ranks are on several hosts, or are 8 or more on devices with selective
-    recomputation, sequences are not cut over ranks and nothing forbids it; else 1."""
+    """Causal slices of every sequence: one computes while the rows of another travel to tensor-parallel ranks
+    or to experts. auto: 2 if tensor-parallel ranks are on several hosts, or on devices if they are 8 or more,
+    or an expert gets 4096 rows of a micro-batch, with selective recomputation or tp 1; else, and where it is
+    forbidden or sequences are cut over ranks, 1."""
     tp_wire: choices.WireFormat = "same"
     """Rounding of the rows (activations and their gradients) that tensor-parallel ranks gather. All ranks
     compute with the rounded values. Sums are not rounded."""

@@ -30,6 +30,9 @@ from pyruntime.train.validate.sequences import why_no_slices
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SLICED_FROM = 8
 """Tensor-parallel ranks of one host from which on slices pay on devices (bench/results/clock.md)."""
+SLICED_FROM_ROWS = 4096
+"""Rows of a micro-batch that an expert gets on average from which on slices pay there: with fewer, GEMMs of
+half of them lose as much as is hidden."""
 
 
 def slices_of(run: ResolvedRun, runtime: Runtime) -> int:
@@ -38,14 +41,24 @@ def slices_of(run: ResolvedRun, runtime: Runtime) -> int:
     asked = config.parallel.tp_slices
     if asked != "auto":
         return asked
-    of_shape = run.shape.why_no_slices(2, run.mesh.tp, over_tp=run.mesh.ep in (None, run.mesh.tp))
+    of_shape = run.shape.why_no_slices(2, run.mesh.tp, over_tp=run.mesh.experts_over == run.mesh.tp)
     forbidden = config.lora.rank > 0 or of_shape or why_no_slices(config, run.mesh)
     if forbidden or config.parallel.cp > 1:
         return 1
     # Only with selective recomputation do slices keep no gathered rows, which nobody may have room for.
-    selective = config.train.activation_checkpointing == "selective"
-    gains = runtime.device.type != "cpu" and run.mesh.tp >= SLICED_FROM and selective
+    keeps_none = run.mesh.tp == 1 or config.train.activation_checkpointing == "selective"
+    is_long = run.mesh.tp >= SLICED_FROM or _rows_of_expert(run) >= SLICED_FROM_ROWS
+    gains = runtime.device.type != "cpu" and keeps_none and is_long
     return 2 if gains or crosses_hosts(runtime.tp, runtime.device) else 1
+
+
+def _rows_of_expert(run: ResolvedRun) -> float:
+    """The mean number of rows that an expert gets of a micro-batch; 0 without experts over several ranks."""
+    mixture, mesh, train = run.shape.mixture, run.mesh, run.config.train
+    if mixture is None or mesh.experts_over == 1:
+        return 0.0
+    tokens = train.micro_batch_size * train.seq_len * mesh.experts_over / (mesh.tp * mesh.cp)
+    return tokens * mixture.per_token / mixture.experts
 
 
 def make_model(run: ResolvedRun, runtime: Runtime) -> Llama:

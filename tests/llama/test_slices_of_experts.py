@@ -112,6 +112,9 @@ def compare(_group, folding: str, ep: int, family: str, transport: str, options:
         ("dp2 tp2", 2, "qwen3", "symmetric_memory", {"slices": 4}),
     ],
 )
+@pytest.mark.second_tier(
+    but=["dp4-2-mixtral-symmetric_memory-options0", "dp2 tp2-4-qwen2_moe-process_group-options6"]
+)
 def test_slices_give_what_whole_sequences_give(ranks, folding, ep, family, transport, options):
     ranks.run(compare, 4, folding, ep, family, transport, options)
 
@@ -138,6 +141,7 @@ def fault_case(_group, fault: str):
 
 
 @pytest.mark.parametrize(("fault", "error"), [("killed", "PeerLost"), ("late", "CommTimeout")])
+@pytest.mark.second_tier(but=["killed-PeerLost"])
 def test_a_fault_between_two_steps_ends_in_a_named_error(ranks, fault, error):
     outcomes = ranks.launch(fault_case, 2, fault)
     found, message = outcomes[0].value

@@ -145,7 +145,7 @@ def test_an_impossible_value_is_refused_in_one_sentence(key, value, sentence):
 @pytest.mark.parametrize(
     ("parallel", "pipeline", "world", "named"),
     [
-        ({"tp_slices": 2}, {}, 1, "parallel.tp=1, where no rows are sent;"),
+        ({"tp_slices": 2}, {}, 1, "parallel.tp=1, where no rows are sent but"),
         ({"tp_slices": 3, "cp": 2}, {}, 4, "context.layout=zigzag cuts sequences into at most 2; use"),
         ({"tp_slices": 2, "cp": 2, "zero": 3}, {}, 4, "parallel.zero=3, which gathers weights for one layer"),
         ({"tp_slices": 4, "dp": 2, "zero": 3}, {}, 4, "parallel.zero=3, which gathers weights for one layer"),

@@ -82,7 +82,7 @@ def _check_pipeline_slices_of_context(config: RunConfig) -> None:
 
 def why_no_slices(config: RunConfig, mesh: MeshSizes) -> str:
     """Says which option forbids causal slices on a mesh; empty: none."""
-    if mesh.tp == 1 and mesh.ep in (None, 1):
+    if mesh.tp == mesh.experts_over == 1:
         return "parallel.tp=1, where no rows are sent but those of experts over parallel.ep"
     if isinstance(config.parallel.tp, Grid):
         return f"parallel.tp={config.parallel.tp}, whose y cuts features"

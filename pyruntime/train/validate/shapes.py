@@ -89,7 +89,7 @@ def check_slices_of(config: RunConfig, shape: LlamaConfig, mesh: MeshSizes) -> N
     slices = config.parallel.tp_slices
     if slices in ("auto", 1):
         return
-    why = shape.why_no_slices(int(slices), mesh.tp, over_tp=mesh.ep in (None, mesh.tp))
+    why = shape.why_no_slices(int(slices), mesh.tp, over_tp=mesh.experts_over == mesh.tp)
     require(not why, f"parallel.tp_slices={slices} does not support a model with {why}; leave it out.")
 
 

@@ -31,7 +31,7 @@
 #include "ops/gemm/gemm.h"
 #include "ops/matmul_scatter.h"
 #include "ops/operators.h"
-#include "ops/slices.h"
+#include "ops/slices/steps.h"
 #include "ops/weight_gradient.h"
 
 namespace pyruntime {

@@ -1,9 +1,9 @@
-// The operator of experts in steps (expert_steps.h), between which another slice's work runs.
+// The operator of experts in steps (ops/experts/expert_steps.h), between which another slice's work runs.
 //
 //     begin     backward: finish       scatter   backward: multiply
 //     multiply  backward: scatter      finish    backward: begin
 //
-// Autograd runs the backward steps in the reverse order, as in ops/sliced_linears.cpp, which says what ties
+// Autograd runs the backward steps in the reverse order, as in sliced_linears.cpp, which says what ties
 // them. Every slice adds its product to the gradient of a matrix, which is complete with the last of them.
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/custom_class.h>
@@ -16,7 +16,7 @@
 
 #include "ops/experts/expert_steps.h"
 #include "ops/operators.h"
-#include "ops/slices.h"
+#include "ops/slices/steps.h"
 
 namespace pyruntime {
 
