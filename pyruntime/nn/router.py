@@ -13,14 +13,18 @@ of tokens of expert i::
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 from pyruntime import ops
 from pyruntime.nn.module import ParallelModule
@@ -155,6 +159,24 @@ class RouterLosses:
         return sum(parts, logits.new_zeros(())) * (self.shares * self.scale), load
 
 
+@functools.cache
+def _stream_of(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+def _beside(*read: Tensor) -> AbstractContextManager[Any]:
+    """Within it a device computes losses on a stream of its own, from what the caller's stream has made of
+    `read`: ranks exchange counts for them, which only the backward pass needs. On the CPU nothing changes."""
+    device = read[0].device
+    if device.type == "cpu" or is_compiling():
+        return contextlib.nullcontext()
+    stream = _stream_of(device)
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    for each in read:
+        each.record_stream(stream)
+    return stream
+
+
 class _WithLoss(torch.autograd.Function):
     """Identity of the weights. Its backward pass is also that of the loss: so a pipeline stage needs no
     further output. There `load` is added to `total`: once, though recomputation repeats the forward pass."""
@@ -167,7 +189,8 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        ctx.total += ctx.load
+        with _beside(ctx.load):
+            ctx.total += ctx.load
         return grad, torch.ones((), dtype=ctx.dtype, device=grad.device), None, None
 
 
@@ -266,9 +289,11 @@ class Router(Scores):
         [M, k]: those of `routed`, and of all other rows of the forward pass if it comes slice by slice."""
         if self.losses is None or not (self.counts and self.training and torch.is_grad_enabled()):
             return routed
-        loss, load = self.losses.of(logits, self.shares(logits), ids)
-        if self._load is None:
-            self._load = torch.zeros_like(load)
+        shares = self.shares(logits)
+        with _beside(logits, shares, ids):
+            loss, load = self.losses.of(logits, shares, ids)
+            if self._load is None:
+                self._load = torch.zeros_like(load)
         return Routed(routed.ids, _WithLoss.apply(routed.weights, loss, load, self._load))
 
     def take_load(self) -> Tensor | None:
@@ -276,6 +301,10 @@ class Router(Scores):
         on all ranks of the losses' groups, and this rank's shares of the mean entropy of probabilities, in
         nats, the balance loss and the z loss. None if there were no losses."""
         load, self._load = self._load, None
+        if load is not None and load.device.type != "cpu":
+            caller = torch.accelerator.current_stream(load.device)
+            caller.wait_stream(_stream_of(load.device))
+            load.record_stream(caller)
         return load
 
     def extra_repr(self) -> str:
