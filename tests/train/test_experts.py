@@ -380,6 +380,8 @@ def own_losses(run, runtime):
     ("section", "options", "message"),
     [
         ("train", {"check_types": True}, "train.check_types=true does not support a model with 7 experts"),
+        ("parallel", {"tp_slices": 3}, "experts, over tp=2 ranks of which at most 2 are possible; leave it"),
+        ("parallel", {"tp_slices": 2}, "a shared expert, unless ep puts the other experts over other ranks"),
         ("parallel", {"tp_wire": "fp8"}, "parallel.tp_wire=fp8 does not support a model with 7 experts"),
         ("parallel", {"tp": Grid(1, 2)}, "cuts features over y, which a model with experts does not support"),
         ("model", {"experts": 2, "experts_per_token": 3}, "A token cannot go to 3 of 2 experts"),
