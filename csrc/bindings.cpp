@@ -498,6 +498,10 @@ void bind_data_parallel(py::module_& m) {
       },
       py::arg("weight"), py::arg("sink"), py::arg("keeps") = true);
   m.def(
+      "has_grouped_gemm",
+      [](const std::string& device_type) { return has_grouped_gemm(c10::Device(device_type).type()); },
+      py::arg("device_type"), "Whether such devices multiply for all experts of a rank in one launch.");
+  m.def(
       "set_multiplies_groups",
       [](const std::string& device_type, std::optional<bool> multiplies) {
         set_multiplies_groups(c10::Device(device_type).type(), multiplies);

@@ -297,8 +297,8 @@ class Parallel:
     tp_slices: Literal["auto", 1, 2, 3, 4] = 1
     """Causal slices of every sequence: one computes while the rows of another travel to tensor-parallel ranks
     or to experts. auto: 2 if tensor-parallel ranks are on several hosts, or on devices if they are 8 or more,
-    or an expert gets 4096 rows of a micro-batch, with selective recomputation or tp 1; else, and where it is
-    forbidden or sequences are cut over ranks, 1."""
+    or an expert gets 4096 rows of a micro-batch (bf16 on Hopper: 1024), with selective recomputation or tp 1;
+    else, and where it is forbidden or sequences are cut over ranks, 1."""
     tp_wire: choices.WireFormat = "same"
     """Rounding of the rows (activations and their gradients) that tensor-parallel ranks gather. All ranks
     compute with the rounded values. Sums are not rounded."""

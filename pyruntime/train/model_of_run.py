@@ -10,6 +10,7 @@ import torch
 from pyruntime import comm
 from pyruntime.choices import VARIANTS_OF_WHOLE_HEADS
 from pyruntime.comm import Runtime
+from pyruntime.comm.core import _C
 from pyruntime.comm.groups import crosses_hosts
 from pyruntime.context import Context
 from pyruntime.llama import Llama, load_weights
@@ -30,9 +31,9 @@ from pyruntime.train.validate.sequences import why_no_slices
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SLICED_FROM = 8
 """Tensor-parallel ranks of one host from which on slices pay on devices (bench/results/clock.md)."""
-SLICED_FROM_ROWS = 4096
+SLICED_FROM_ROWS, SLICED_FROM_ROWS_TOGETHER = 4096, 1024
 """Rows of a micro-batch that an expert gets on average from which on slices pay there: with fewer, GEMMs of
-half of them lose as much as is hidden."""
+half of them lose as much as is hidden. The second where one launch multiplies for all experts."""
 
 
 def slices_of(run: ResolvedRun, runtime: Runtime) -> int:
@@ -47,7 +48,9 @@ def slices_of(run: ResolvedRun, runtime: Runtime) -> int:
         return 1
     # Only with selective recomputation do slices keep no gathered rows, which nobody may have room for.
     keeps_none = run.mesh.tp == 1 or config.train.activation_checkpointing == "selective"
-    is_long = run.mesh.tp >= SLICED_FROM or _rows_of_expert(run) >= SLICED_FROM_ROWS
+    together = config.train.dtype == "bf16" and _C.has_grouped_gemm(runtime.device.type)
+    least = SLICED_FROM_ROWS_TOGETHER if together else SLICED_FROM_ROWS
+    is_long = run.mesh.tp >= SLICED_FROM or _rows_of_expert(run) >= least
     gains = runtime.device.type != "cpu" and keeps_none and is_long
     return 2 if gains or crosses_hosts(runtime.tp, runtime.device) else 1
 

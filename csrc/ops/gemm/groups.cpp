@@ -25,6 +25,8 @@ Known& known() {
   return *instance;
 }
 
+}  // namespace
+
 bool has_grouped_gemm(c10::DeviceType type) {
   {
     const std::lock_guard<std::mutex> lock(known().mutex);
@@ -34,6 +36,8 @@ bool has_grouped_gemm(c10::DeviceType type) {
   const DeviceLibrary* library = DeviceLibrary::find(type, why_not);
   return library != nullptr && library->sm90_is_on_device != nullptr && library->sm90_is_on_device() == 0;
 }
+
+namespace {
 
 at::Tensor on_device(const Ends& ends, c10::Device device) {
   const auto of_host = at::TensorOptions().dtype(at::kInt).pinned_memory(!device.is_cpu());

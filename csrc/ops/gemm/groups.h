@@ -14,8 +14,11 @@ namespace pyruntime {
 // The end of each matrix's rows, G numbers for matrices [G, N, K].
 using Ends = std::vector<int64_t>;
 
-// Whether products of these matrices [G, N, K] are one launch: bf16 on Hopper, where rows of matrices begin
-// at multiples of 16 bytes. Elsewhere torch multiplies one after the other, and its host waits for the ends.
+// Whether such devices multiply bf16 matrices in one launch: Hopper, for which the kernels are built.
+// Elsewhere torch multiplies one after the other, and its host waits for the ends.
+bool has_grouped_gemm(c10::DeviceType type);
+// Whether products of these matrices [G, N, K] are one launch there: bf16 whose rows begin at multiples of 16
+// bytes.
 bool multiplies_groups(const at::Tensor& matrices);
 // Sets it for devices of that type, whatever they are; nothing: as above. For tests.
 void set_multiplies_groups(c10::DeviceType type, std::optional<bool> multiplies);
