@@ -480,6 +480,19 @@ void bind_data_parallel(py::module_& m) {
       .def("has_come", &LineSend::has_come)
       .def("finish", &LineSend::finish, NoGil())
       .def("abandon", &LineSend::abandon, NoGil());
+  py::class_<LineDeal>(m, "LineDeal", "Lines [lines, width] on their way from each rank to each.")
+      .def(py::init([](const std::string& group, std::vector<int64_t> counts, int64_t width,
+                       at::ScalarType dtype, const std::string& device) {
+             const int ranks = Group::get(group).world_size();
+             return std::make_unique<LineDeal>(group, DealtRows(std::move(counts), ranks), width, dtype,
+                                               c10::Device(device));
+           }),
+           py::arg("group"), py::arg("counts"), py::arg("width"), py::arg("dtype"), py::arg("device"),
+           NoGil())
+      .def("leaving", &LineDeal::leaving, NoGil())
+      .def("publish", &LineDeal::publish, NoGil())
+      .def("arrived", &LineDeal::arrived, NoGil())
+      .def("finish", &LineDeal::finish, NoGil());
   // The sink is called in backward(), without the GIL.
   m.def(
       "set_weight_gradient_sink",

@@ -26,6 +26,18 @@ FlightDescriptor flight_of(const Transport& transport, Op op, int64_t lines, int
   return descriptor;
 }
 
+std::unique_ptr<DealFlight> deal_lines(Transport& transport, const DealtRows& counts, int64_t width,
+                                       c10::ScalarType dtype) {
+  const std::string why_not = transport.why_not_deal();
+  TORCH_CHECK(why_not.empty(), "Group '", transport.context().name, "' cannot deal rows: ", why_not, ".");
+  int64_t lines = 0;
+  for (int rank = 0; rank < transport.world_size(); ++rank) lines += counts.leaving(rank);
+  FlightDescriptor descriptor =
+      flight_of(transport, Op::kDeal, lines, width, dtype, counts.leaving(transport.rank()));
+  descriptor.pass = transport.context().passes.now();
+  return transport.deal(descriptor, counts);
+}
+
 std::unique_ptr<GatherFlight> gather_lines(Transport& transport, Op op, int64_t lines, int64_t width,
                                            c10::ScalarType dtype, int holder, int64_t agreement) {
   const int64_t own = rows_of_rank(lines, transport.world_size(), transport.rank(), holder);
@@ -142,6 +154,29 @@ void LineSend::wait() {
     if (travelled.arrived > last.arrived) last = travelled;
   }
   reading.came(static_cast<int64_t>(memory().nbytes()), last);
+}
+
+LineDeal::LineDeal(const std::string& group, DealtRows counts, int64_t width, c10::ScalarType dtype,
+                   c10::Device device)
+    : transport_(Group::get(group).transport(device)),
+      device_(device),
+      inside_(transport_.context(), Op::kDeal),
+      begun_(begin_of_op(device)),
+      from_others_(counts.arriving(transport_.rank()) - counts.count(transport_.rank(), transport_.rank())),
+      flight_(deal_lines(transport_, counts, width, dtype)) {}
+
+at::Tensor LineDeal::arrived() {
+  Reading reading(transport_.context(), Op::kDeal, transport_.world_size() == 2 ? 1 - transport_.rank() : -1,
+                  begun_, device_);
+  flight_->wait();
+  const at::Tensor lines = flight_->arrived().select(0, 0);
+  reading.came(from_others_ * lines.size(1) * lines.element_size());
+  return lines;
+}
+
+void LineDeal::finish() {
+  inside_.check();
+  flight_->finish();
 }
 
 }  // namespace pyruntime

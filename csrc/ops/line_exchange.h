@@ -1,9 +1,9 @@
-// Reduce-scatter, all-gather and send of lines: the rows of parameters and of their gradients, which are not
-// activations.
+// Reduce-scatter, all-gather, send and deal of lines.
 //
-// A line is `width` elements. All ranks together have [lines, width], cut as torch.tensor_split cuts lines;
-// if the number of ranks divides them, every rank has equally many. An exchange is a flight that its owner
-// keeps open: others of the group may begin and end meanwhile, in the same order on every rank.
+// A line is `width` elements. All ranks together have [lines, width], cut as torch.tensor_split cuts lines,
+// except in a deal; if the number of ranks divides them, every rank has equally many. An exchange is a flight
+// that its owner keeps open: others of the group may begin and end meanwhile, in the same order on every
+// rank.
 //
 // On devices, chunks that follow one another are joined to one if their memory does too: a launch for each of
 // them costs more than it gains, as streams wait and not this thread.
@@ -18,6 +18,7 @@
 
 #include "transport/flights.h"
 #include "transport/group.h"
+#include "transport/inside.h"
 
 namespace pyruntime {
 
@@ -122,6 +123,32 @@ class LineSend {
   c10::Device device_;
   double begun_;
   std::unique_ptr<GatherFlight> flight_;
+};
+
+// A deal: each rank sends lines to each rank, within one op.
+class LineDeal {
+ public:
+  // Raises RuntimeError if the group's transport for the device cannot deal, ValueError for the wrong
+  // `counts`: see DealtRows.
+  LineDeal(const std::string& group, DealtRows counts, int64_t width, c10::ScalarType dtype,
+           c10::Device device);
+
+  // Where this rank writes its lines before publish(), by receiver, [lines, width].
+  at::Tensor leaving() { return flight_->leaving().select(0, 0); }
+  void publish() { flight_->publish(); }
+  // Waits for the lines that come to this rank and returns them in the transport's memory, by sender, [lines,
+  // width]. Only once.
+  at::Tensor arrived();
+  // Ends the flight: the lines have been read.
+  void finish();
+
+ private:
+  Transport& transport_;
+  c10::Device device_;
+  Inside inside_;
+  double begun_;
+  int64_t from_others_;  // lines
+  std::unique_ptr<DealFlight> flight_;
 };
 
 }  // namespace pyruntime

@@ -6,9 +6,15 @@
 namespace pyruntime {
 
 const char* name_of(Op op) {
-  constexpr const char* kNames[] = {
-      "all_gather",        "reduce_scatter", "all_reduce", "all_gather_matmul", "matmul_reduce_scatter",
-      "matmul_all_reduce", "send",           "all_to_all"};
+  constexpr const char* kNames[] = {"all_gather",
+                                    "reduce_scatter",
+                                    "all_reduce",
+                                    "all_gather_matmul",
+                                    "matmul_reduce_scatter",
+                                    "matmul_all_reduce",
+                                    "send",
+                                    "all_to_all",
+                                    "deal"};
   const auto at = static_cast<size_t>(op) - static_cast<size_t>(Op::kAllGather);
   return at < std::size(kNames) ? kNames[at] : "unknown op";
 }

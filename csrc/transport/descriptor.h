@@ -20,6 +20,7 @@ enum class Op : int32_t {
   kMatmulAllReduce,
   kSend,
   kAllToAll,  // only by the process group's own collectives
+  kDeal,
 };
 
 const char* name_of(Op op);

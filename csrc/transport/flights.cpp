@@ -26,6 +26,14 @@ std::unique_ptr<ScatterFlight> Transport::scatter_some(const FlightDescriptor&, 
   TORCH_CHECK(false, "This transport scatters all rows: ask Transport::scatters_some() first.");
 }
 
+std::unique_ptr<DealFlight> Transport::deal(const FlightDescriptor&, const DealtRows&) {
+  TORCH_CHECK(false, "This transport deals no rows: ask Transport::why_not_deal() first.");
+}
+
+std::string Transport::why_not_deal() const {
+  return "rows are dealt between devices only, not by " + description();
+}
+
 std::string Transport::why_not_pieces(int) const {
   return "the number of chunks is no choice where they travel by " + description();
 }

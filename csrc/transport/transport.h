@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "transport/account.h"
+#include "transport/dealt_rows.h"
 #include "transport/descriptor.h"
 #include "transport/group_context.h"
 
@@ -100,6 +101,22 @@ class ScatterFlight {
   virtual void finish() = 0;
 };
 
+// A deal: every rank sends some of its rows to each rank, and all ranks know how many (DealtRows). All rows
+// travel together. Views are [row_blocks, rows * inner, width].
+class DealFlight {
+ public:
+  virtual ~DealFlight() = default;
+
+  // Where this rank writes its rows before publish(): those for rank 0 first, then those for rank 1, ...
+  virtual at::Tensor leaving() = 0;
+  virtual void publish() = 0;
+  // Waits for the rows of all ranks.
+  virtual void wait() = 0;
+  // The rows for this rank, after wait(): those of rank 0 first, then those of rank 1, ...
+  virtual at::Tensor arrived() = 0;
+  virtual void finish() = 0;
+};
+
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -113,6 +130,10 @@ class Transport {
   virtual std::unique_ptr<ScatterFlight> scatter_some(const FlightDescriptor& descriptor, bool all,
                                                       const std::vector<int64_t>& rows);
   virtual bool scatters_some() const { return false; }
+  // Only if why_not_deal() is empty. `rows`: the same on all ranks; `descriptor.rows` counts all of them.
+  virtual std::unique_ptr<DealFlight> deal(const FlightDescriptor& descriptor, const DealtRows& rows);
+  // Says why rows cannot be dealt; empty if they can. The answer is the same on all ranks.
+  virtual std::string why_not_deal() const;
   // The number of rows that each rank has; `descriptor.rows` is kUnknownRows.
   virtual std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) = 0;
 

@@ -63,6 +63,8 @@ class DeviceTransport : public Transport, public DeviceSharing {
 
   std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override;
   std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override;
+  std::unique_ptr<DealFlight> deal(const FlightDescriptor& descriptor, const DealtRows& rows) override;
+  std::string why_not_deal() const override { return {}; }
   std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) override;
   DeviceSharing* device_sharing() override { return this; }
   std::string why_not_fused(const FlightDescriptor& descriptor) const override;

@@ -274,6 +274,45 @@ class SwitchSums : public DeviceScatter {
   }
 };
 
+// A deal: the slot contains what comes to this rank, by source. Every rank raises one flag on every other,
+// also where it sends nothing, so one launch waits for all.
+class DeviceDeal : public DealFlight {
+ public:
+  DeviceDeal(DeviceTransport& transport, const FlightDescriptor& descriptor, const DealtRows& rows)
+      : rows_(rows),
+        row_bytes_(descriptor.row_bytes()),
+        flight_(transport, descriptor, rows.most_arriving() * row_bytes_, /*flags=*/1, /*pieces=*/1) {}
+
+  at::Tensor leaving() override {
+    return view(flight_.staging(rows_.leaving(rank()) * row_bytes_), rows_.leaving(rank()));
+  }
+  void publish() override {
+    char* const from = flight_.staging(rows_.leaving(rank()) * row_bytes_);
+    const auto at = [&](int peer) { return from + rows_.leaving_at(rank(), peer) * row_bytes_; };
+    std::vector<PyruntimePut> puts;
+    for (int step = 1; step < flight_.world_size(); ++step) {
+      const int peer = flight_.peer_at(step);
+      puts.push_back({at(peer), rows_.count(rank(), peer) * row_bytes_, peer,
+                      rows_.arriving_at(rank(), peer) * row_bytes_, /*first=*/0, /*flags=*/1});
+    }
+    flight_.put_together(puts);
+    flight_.end_puts();
+    const int64_t own = rows_.count(rank(), rank());
+    view(flight_.at(rows_.arriving_at(rank(), rank()) * row_bytes_), own).copy_(view(at(rank()), own));
+  }
+  void wait() override { flight_.await_all({0, 1}); }
+  at::Tensor arrived() override { return view(flight_.at(0), rows_.arriving(rank())); }
+  void finish() override { flight_.finish(); }
+
+ private:
+  int rank() const { return flight_.rank(); }
+  at::Tensor view(char* memory, int64_t rows) const { return flight_.view(memory, {rank(), 0, rows}); }
+
+  DealtRows rows_;
+  int64_t row_bytes_;
+  DeviceFlight flight_;
+};
+
 }  // namespace
 
 std::unique_ptr<GatherFlight> DeviceTransport::gather(const FlightDescriptor& descriptor) {
@@ -284,6 +323,12 @@ std::unique_ptr<GatherFlight> DeviceTransport::gather(const FlightDescriptor& de
 std::unique_ptr<ScatterFlight> DeviceTransport::scatter(const FlightDescriptor& descriptor, bool all) {
   if (sums_in_the_switch(descriptor)) return std::make_unique<SwitchSums>(*this, descriptor, all);
   return std::make_unique<PartsToOwners>(*this, descriptor, all);
+}
+
+std::unique_ptr<DealFlight> DeviceTransport::deal(const FlightDescriptor& descriptor, const DealtRows& rows) {
+  TORCH_CHECK(!is_capturing(), "Group '", context_.name, "' cannot deal rows on ", device_,
+              " while a CUDA graph is captured: the graph would send as many in each replay.");
+  return std::make_unique<DeviceDeal>(*this, descriptor, rows);
 }
 
 }  // namespace pyruntime

@@ -56,6 +56,11 @@ class RailsTransport : public Transport {
 
   std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override;
   std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override;
+  // Straight: a row goes to some ranks only, and is there after one message.
+  std::unique_ptr<DealFlight> deal(const FlightDescriptor& descriptor, const DealtRows& rows) override {
+    return straight_->deal(descriptor, rows);
+  }
+  std::string why_not_deal() const override { return straight_->why_not_deal(); }
   std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) override {
     const auto flight = gather(rows_held_descriptor(descriptor, world_size()));
     std::vector<int64_t> held = gather_rows_held(*flight, descriptor.own_rows, rank(), world_size());

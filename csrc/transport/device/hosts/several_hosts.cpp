@@ -26,6 +26,8 @@ class ExchangeTransport : public Transport {
 
   std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override;
   std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override;
+  std::unique_ptr<DealFlight> deal(const FlightDescriptor& descriptor, const DealtRows& rows) override;
+  std::string why_not_deal() const override { return {}; }
   std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) override {
     const auto flight = gather(rows_held_descriptor(descriptor, world_size()));
     std::vector<int64_t> held = gather_rows_held(*flight, descriptor.own_rows, rank(), world_size());
@@ -90,7 +92,7 @@ class ExchangeTransport : public Transport {
   std::array<Slot, kSlots> slots_;
 };
 
-// The common part of gathers and scatters: a slot, steps, and the end.
+// The common part of all flights: a slot, steps, and the end.
 class ExchangeFlight {
  public:
   ExchangeFlight(ExchangeTransport& transport, const FlightDescriptor& descriptor, int64_t arriving_bytes,
@@ -256,6 +258,46 @@ class ExchangeScatter : public ScatterByRank {
   bool sums_together_ = false;
 };
 
+// Sends and receives rows of all ranks in one call.
+class ExchangeDeal : public DealFlight {
+ public:
+  ExchangeDeal(ExchangeTransport& transport, const FlightDescriptor& descriptor, const DealtRows& rows)
+      : rows_(rows),
+        row_bytes_(descriptor.row_bytes()),
+        flight_(transport, descriptor, rows.arriving(transport.rank()) * row_bytes_,
+                rows.leaving(transport.rank()) * row_bytes_) {}
+
+  at::Tensor leaving() override { return flight_.leaving(0, chunk(rows_.leaving(rank()))); }
+  void publish() override {
+    std::vector<Passage> passages;
+    for (int step = 1; step < flight_.world_size(); ++step) {
+      const int to = flight_.after(-step), from = flight_.after(step);
+      passages.push_back({step, to, leaving_for(to), from, arriving_of(from)});
+    }
+    flight_.begin(passages);
+    arriving_of(rank()).copy_(leaving_for(rank()));
+  }
+  void wait() override {
+    if (flight_.world_size() > 1) flight_.await(/*index=*/1);  // all passages end together
+  }
+  at::Tensor arrived() override { return flight_.arriving(0, chunk(rows_.arriving(rank()))); }
+  void finish() override { flight_.finish(); }
+
+ private:
+  int rank() const { return flight_.rank(); }
+  Chunk chunk(int64_t rows) const { return {rank(), 0, rows}; }
+  at::Tensor leaving_for(int to) const {
+    return flight_.leaving(rows_.leaving_at(rank(), to) * row_bytes_, chunk(rows_.count(rank(), to)));
+  }
+  at::Tensor arriving_of(int from) const {
+    return flight_.arriving(rows_.arriving_at(from, rank()) * row_bytes_, chunk(rows_.count(from, rank())));
+  }
+
+  DealtRows rows_;
+  int64_t row_bytes_;
+  ExchangeFlight flight_;
+};
+
 }  // namespace
 
 std::unique_ptr<GatherFlight> ExchangeTransport::gather(const FlightDescriptor& descriptor) {
@@ -264,6 +306,11 @@ std::unique_ptr<GatherFlight> ExchangeTransport::gather(const FlightDescriptor& 
 
 std::unique_ptr<ScatterFlight> ExchangeTransport::scatter(const FlightDescriptor& descriptor, bool all) {
   return std::make_unique<ExchangeScatter>(*this, descriptor, all);
+}
+
+std::unique_ptr<DealFlight> ExchangeTransport::deal(const FlightDescriptor& descriptor,
+                                                    const DealtRows& rows) {
+  return std::make_unique<ExchangeDeal>(*this, descriptor, rows);
 }
 
 std::unique_ptr<Transport> make_several_hosts_device_transport(GroupContext& context,
