@@ -27,6 +27,7 @@
 #include "cpu/compression/top_k.h"
 #include "cpu/symmetric_memory.h"
 #include "ops/device/device_compression.h"
+#include "ops/experts/dealt_routes.h"
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/gemm_rule.h"
 #include "ops/line_exchange.h"
@@ -480,6 +481,8 @@ void bind_data_parallel(py::module_& m) {
       .def("has_come", &LineSend::has_come)
       .def("finish", &LineSend::finish, NoGil())
       .def("abandon", &LineSend::abandon, NoGil());
+  m.def("share_of_rows", &share_of_rows, py::arg("experts"), py::arg("ranks"), py::arg("k"),
+        "The share of all ranks' rows that come to a rank of experts on devices; 1 if rows are gathered.");
   py::class_<LineDeal>(m, "LineDeal", "Lines [lines, width] on their way from each rank to each.")
       .def(py::init([](const std::string& group, std::vector<int64_t> counts, int64_t width,
                        at::ScalarType dtype, const std::string& device) {

@@ -71,6 +71,9 @@ void bind_clock(pybind11::module& m) {
   });
   m.def("host_time", [] { return Clock::instance().host(); });
   m.def("set_place", [](std::string place) { Clock::instance().set_place(std::move(place)); });
+  m.def("set_integers_of", [](std::vector<int64_t> sizes, int64_t value) {
+    Clock::instance().set_integers_of(std::move(sizes), value);
+  });
   m.def("set_integers_below", [](int64_t below) { Clock::instance().set_integers_below(below); });
   m.def("keep_spans", [](bool keep) { Clock::instance().keep_spans(keep); });
   m.def("take_spans", &take_spans);

@@ -279,9 +279,10 @@ std::optional<IValue> drawn(const c10::Argument& parameter, const IValue& argume
 }
 
 // CUDA's kernels of these compute in float32 whatever they are given, and so are the statistics that they
-// keep for the backward pass; the CPU's keep those of bfloat16 in bfloat16.
+// keep for the backward pass; the CPU's keep those of bfloat16 in bfloat16, and round halves of sums up.
 bool computes_in_float(const c10::OperatorHandle& op) {
-  static const std::set<std::string> kNames = {"aten::native_layer_norm", "aten::native_layer_norm_backward"};
+  static const std::set<std::string> kNames = {"aten::native_layer_norm", "aten::native_layer_norm_backward",
+                                               "aten::_embedding_bag_forward_only"};
   return kNames.count(op.schema().name()) > 0;
 }
 
@@ -435,6 +436,10 @@ void fill_for_host(const at::Tensor& tensor, const void* from) {
   const std::vector<int64_t> written = Clock::instance().take_numbers(from);
   if (static_cast<int64_t>(written.size()) == tensor.numel() && !written.empty()) {
     tensor.copy_(at::tensor(written, at::kLong).view(tensor.sizes()));
+    return;
+  }
+  if (const auto value = Clock::instance().integers_of(tensor.sizes().vec())) {
+    tensor.fill_(*value);
     return;
   }
   const int64_t below = Clock::instance().integers_below();

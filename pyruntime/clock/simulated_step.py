@@ -35,11 +35,14 @@ from pyruntime.clock.mirrors import ProgramPlace
 from pyruntime.clock.step_account import COMPUTING, HOST, Span, StepAccount, by, of_step
 from pyruntime.comm import Runtime
 from pyruntime.comm.companions import _of_group
+from pyruntime.comm.core import _C
 from pyruntime.comm.groups import group_name, workspace_bytes
 from pyruntime.text import columns
 from pyruntime.train import validate
 from pyruntime.train.config import MeshSizes, RunConfig, mesh_of
+from pyruntime.train.model_of_run import slices_of
 from pyruntime.train.planned import planned, predicted
+from pyruntime.train.resolved import ResolvedRun
 from pyruntime.train.run import RankRun, prepare
 from pyruntime.train.signals import StopRequest
 
@@ -206,8 +209,7 @@ def _program(
         contextlib.ExitStack() as of_run,
     ):
         job = prepare(config, "simulated", runtime, StopRequest(), of_run)
-        mixture = job.run.shape.mixture
-        core.set_integers_below(mixture.experts if mixture else 0)  # the routes that the host reads
+        _tell_routes(core, job.run, runtime)
         with named_places(core, job.model):
             core.keep_spans(True)
             marks, spans, steps = [0.0], list[Span](), job.trainer.fit()
@@ -223,6 +225,19 @@ def _program(
         account = of_step(spans, begin, end, axes_of_groups(runtime))
         program = _of_program(job, account, machine, dict(place.at), frozenset(works))
         return dataclasses.replace(program, spans=_between(spans, begin, end) if keeps_spans else ())
+
+
+def _tell_routes(core: Any, run: ResolvedRun, runtime: Runtime) -> None:
+    """Tells the clock what the host reads of routes: each expert gets as many rows as any other, and each
+    rank those of a router that sets all experts as likely."""
+    mixture = run.shape.mixture
+    if mixture is None:
+        return
+    core.set_integers_below(mixture.experts)
+    ranks = run.mesh.ep or run.mesh.tp
+    rows = run.config.train.micro_batch_size * min(run.slices) / run.mesh.tp / slices_of(run, runtime)
+    share = _C.share_of_rows(mixture.experts, ranks, mixture.per_token)
+    core.set_integers_of([ranks, ranks], round(share * rows))
 
 
 def _between(spans: Sequence[Span], begin: float, end: float) -> tuple[Span, ...]:

@@ -30,7 +30,6 @@ from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.nn import VocabParallelEmbedding
 
-
 LATER = 3
 """On devices one of so many buckets is sent during the backward pass, evenly among them, besides as many that
 the forward pass reads first. A backward pass takes twice as long as a forward pass, and gradients are as many

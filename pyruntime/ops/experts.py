@@ -64,6 +64,12 @@ def experts(
     E_r = ceil(E / P) of them, the last ranks fewer. Rows are gathered in chunks; the experts take theirs from
     a chunk while the next one comes, and what they make of it leaves when it is summed over a rank's experts.
     On CPUs chunks with few rows for each expert are joined; on one host all are, as nothing need be hidden.
+
+    On devices a row goes only to the ranks that have one of its experts, once to each, and one sum returns
+    from each: if a rank needs less than 0.9 of all rows, which where all experts are as likely are
+    1 - C(E - E_r, k) / C(E, k). Then the host waits for the numbers of rows that ranks send to each other.
+    Tier "unfused" gathers all rows, and so does fp64; all ranks must name it or none.
+
     Sums run in fp32, over a rank's experts in order, then over ranks in order; each part that travels is
     rounded once. No row is dropped, and every rank may get any number of them.
 
@@ -84,7 +90,7 @@ def experts(
         experts: E, of all ranks.
         cut: whether rows are cut over the group.
         rows: M, of cut rows. None: the ranks exchange their numbers of rows.
-        tier: "auto", "chunked" or "unfused", as of the primitives.
+        tier: "auto", "chunked" or "unfused", as of the primitives; see above.
         gate_up_bias: [E_r, 2 F], or None.
         down_bias: [E_r, D], where there is gate_up_bias.
         form: see `ExpertForm`. With scales_input, Y sums E_{i_j}(p_j X_r).

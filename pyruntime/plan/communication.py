@@ -72,6 +72,14 @@ def rails(cluster: Cluster, inner: int, size: int) -> Link:
     return replace(found, bandwidth=(size - 1) / seconds, latency=latency, inside=inside)
 
 
+def straight(cluster: Cluster, inner: int, size: int) -> Link:
+    """Returns the same for this project's GPUs, whose rows go straight to each rank: what goes to other nodes
+    leaves by a GPU's own adapter, and what stays inside one travels beside it."""
+    found = neighbours(cluster, inner, size)
+    near = min(max(1, cluster.gpus_per_node // inner), size)
+    return replace(found, bandwidth=found.bandwidth * (size - 1) / (size - near)) if found.crosses else found
+
+
 def all_gather(nbytes: float, over: Link) -> float:
     """Returns the seconds of an all-gather or a reduce-scatter whose whole operand is `nbytes`."""
     if over.size == 1:

@@ -1,10 +1,10 @@
 """Seconds of a layer's experts on GPUs, counted as the program runs them: csrc/ops/experts, nn/router.py.
 
-A rank's T rows are gathered from all P ranks of the group before one launch picks the M = k T rows of its
-experts, so no product hides the gather. Each expert has a GEMM for each of its products; gating and sums are
-passes over memory. Sums leave in P chunks, one for each owner. In the backward pass dY and X are gathered
-(between hosts only dY: the picked rows of X were kept), and the weights' gradients are multiplied while the
-sums of dX travel.
+A rank's T rows go to the ranks of the group that need them, or, if these are nearly all, are gathered. One
+launch picks the M = k T rows of a rank's experts, so no product hides the way of the rows. Each expert has a
+GEMM for each of its products; gating and sums are passes over memory. Sums return as the rows came. In the
+backward pass dY and X travel (between hosts only dY: the picked rows of X were kept), and the weights'
+gradients are multiplied while the sums of dX travel.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from pyruntime.comm.core import _C
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.communication import Link
 from pyruntime.plan.models import ModelShape
 
-SCORE, ELEMENT, ROUTE, INDEX = 4, 2, 6, 8
-"""Bytes of a score, of an element of a row, of a route that the host reads, of a number that it writes."""
+SCORE, ELEMENT, INDEX = 4, 2, 8
+"""Bytes of a score, of an element of a row, of a number that the host reads."""
 GATING, GATING_BACKWARD = (3 * ELEMENT, 1), (6 * ELEMENT, 1)
 """Bytes read and written for an element of an expert's width, and launches (csrc/cuda/portable/layers)."""
 ROUTER, ROUTER_BACKWARD = (64, 53), (48, 24)
@@ -27,6 +28,18 @@ SLOT = 12, 2
 """The same of the choice of one of a row's experts."""
 OF_TABLE, OF_TABLE_BACKWARD = 8, 9
 """Launches beside the passes: for the routes, for waits, and for the ends of flights."""
+SORT, OF_ROUTED = (12, 3), 20
+"""Bytes for a place of the routes, and launches, of their order; bytes for a place in it."""
+DEALT, OF_MARK = (28, 14), 3
+"""Bytes for a place, and launches, that find where dealt rows go; bytes for a row and rank."""
+
+
+def dealt_share(model: ModelShape, cluster: Cluster, ranks: int) -> float:
+    """Returns the share of all rows that come to each of so many ranks of experts (csrc/ops/experts/
+    dealt_routes.h); 1 if rows are gathered, as on CPUs."""
+    if ranks == 1 or not cluster.is_of_gpus:
+        return 1.0
+    return _C.share_of_rows(model.experts, ranks, model.per_token)
 
 
 @dataclass(frozen=True)
@@ -46,16 +59,34 @@ class ExpertSeconds:
 
 
 @dataclass(frozen=True)
+class _Way:
+    """Seconds in which rows come to experts, and sums return."""
+
+    plan: float
+    """Compute, as are the next two: finding which rows go where."""
+    publish: float
+    """Copying rows to where they leave from."""
+    sums: float
+    """Summing over a rank's experts and over ranks."""
+    there: float
+    """Travelling, as is the next."""
+    back: float
+    late: float
+    """Of `back`, what no copy hides."""
+
+
+@dataclass(frozen=True)
 class ExpertLayer:
     """The experts of a layer on one rank of a cluster's GPUs.
 
-    tokens: T, rows of each rank. over: the group of the experts. counted: the groups over which routers sum
-    their counts, one after the other."""
+    tokens: T, rows of each rank. over: the group of the experts. by_row: the same for rows that go straight
+    to ranks. counted: the groups over which routers sum their counts, one after the other."""
 
     model: ModelShape
     cluster: Cluster
     tokens: float
     over: Link
+    by_row: Link
     counted: Sequence[Link]
 
     def seconds(self) -> ExpertSeconds:
@@ -64,48 +95,83 @@ class ExpertLayer:
         routed = self.tokens * ranks * self.model.per_token * held / self.model.experts  # M
         rows, gemm = routed / held, self.cluster.gemm_seconds
         pick = self._touch(2 * ELEMENT * routed * hidden)
-        sums = self._touch(ELEMENT * hidden * (routed + ranks * self.tokens)) + ranks * self._chunk
-        table = self._to_host(ROUTE * self.model.per_token * ranks * self.tokens)
-        table += self._to_host(INDEX * (3 * routed + ranks * self.tokens))
-        cut = self._touch(2 * self._bytes), self._touch((ranks + 1) * self._bytes)  # published; summed
-        publish, reduce = cut if ranks > 1 else (0.0, 0.0)
-        times = 1 if self.over.crosses else 2  # gathers of a backward pass
+        places = self.model.per_token * ranks * self.tokens
+        table = self._touch(SORT[0] * places + OF_ROUTED * routed, SORT[1]) + self._to_host(INDEX * held)
+        way = self._dealt(routed) if self._share < 1 else self._gathered(routed)
+        times = 1 if self.over.crosses else 2  # operands that travel in a backward pass
         gating, ungating = (
             self._touch(nbytes * routed * width, launches) for nbytes, launches in (GATING, GATING_BACKWARD)
         )
         weights = held * (gemm(2 * width, hidden, rows) + gemm(width, hidden, rows))
-        gather, late = self._to_all(self._bytes), self._late
-        # X travels behind dY, under the reading of routes and under the picking of dY's rows.
-        again = max(gather - table, times * gather - table - (times - 1) * pick, 0.0)
+        # X travels behind dY, under the order of routes and under the picking of dY's rows.
+        there = way.there
+        again = max(there - table, times * there - table - (times - 1) * pick, 0.0)
+        first = max(there - table, 0.0) if self._share < 1 else there
         return ExpertSeconds(
             forward=score
-            + publish
+            + way.plan
+            + way.publish
             + self._touch(0, OF_TABLE)
             + table
             + pick
             + held * (gemm(rows, 2 * width, hidden) + gemm(rows, hidden, width))
             + gating
-            + sums
-            + reduce,
+            + way.sums,
             backward_input=unscore
             + self._touch(0, OF_TABLE_BACKWARD)
+            + way.plan
             + table
-            + times * (publish + pick)
+            + times * (way.publish + pick)
             + held * (gemm(rows, width, hidden) + gemm(rows, hidden, 2 * width))
             + ungating
-            + sums
-            + reduce,
+            + way.sums,
             backward_weight=weights,
             waits_forward=sum(self._to_all(INDEX * self.model.experts, each) for each in self.counted)
-            + gather
+            + first
             + self._to_all(2 * SCORE * self.model.per_token * self.tokens)
-            + late,
+            + way.late,
             waits_backward=again
-            + max(0.0, late - weights)
+            + max(0.0, way.late - weights)
             + self._to_all(SCORE * self.model.per_token * self.tokens),
-            travels_forward=gather + self._scatter,
-            travels_backward=times * gather + self._scatter,
+            travels_forward=there + way.back,
+            travels_backward=times * there + way.back,
         )
+
+    def _gathered(self, routed: float) -> _Way:
+        """Returns the way of rows that all ranks get. Sums leave in P chunks, one for each owner."""
+        ranks, own = self.over.size, self._bytes
+        chunk = self._touch(ELEMENT * self.model.hidden * (routed / ranks + self.tokens))
+        if ranks == 1:
+            return _Way(0.0, 0.0, chunk, 0.0, 0.0, 0.0)
+        back = self._to_all(own, signals=2 * (ranks - 1))
+        return _Way(
+            plan=0.0,
+            publish=self._touch(2 * own),
+            sums=ranks * chunk + self._touch((ranks + 1) * own),
+            there=self._to_all(own),
+            back=back,
+            late=max(0.0, back - (ranks - 1) * chunk),
+        )
+
+    def _dealt(self, routed: float) -> _Way:
+        """Returns the way of rows that go only to ranks with one of their experts, and of a sum from each."""
+        ranks, share, own = self.over.size, self._share, self._bytes
+        rows = ranks * self.tokens
+        come = share * ranks * own  # bytes, as many as leave
+        way = self._to_all(share * own, self.by_row)
+        plan = self._touch((DEALT[0] * self.model.per_token + OF_MARK * ranks) * rows, DEALT[1])
+        return _Way(
+            plan=plan + self._to_host(INDEX * ranks**2),
+            publish=self._touch(2 * come + 2 * share * own, 2),
+            sums=self._touch(ELEMENT * self.model.hidden * routed + 2 * come + 2 * share * own + own, 3),
+            there=way,
+            back=way,
+            late=way,
+        )
+
+    @cached_property
+    def _share(self) -> float:
+        return dealt_share(self.model, self.cluster, self.over.size)
 
     @property
     def _held(self) -> int:
@@ -116,21 +182,6 @@ class ExpertLayer:
     def _bytes(self) -> float:
         """Bytes of a rank's own rows."""
         return ELEMENT * self.tokens * self.model.hidden
-
-    @property
-    def _chunk(self) -> float:
-        """Seconds in which sums for one owner are copied to where they leave from."""
-        return self._touch(2 * self._bytes)
-
-    @cached_property
-    def _scatter(self) -> float:
-        """Seconds in which the sums reach their owners, each announced by itself."""
-        return self._to_all(self._bytes, signals=2 * (self.over.size - 1))
-
-    @property
-    def _late(self) -> float:
-        """Seconds that they take longer than what is copied meanwhile."""
-        return max(0.0, self._scatter - (self.over.size - 1) * self._chunk)
 
     def _router(self) -> tuple[float, float]:
         """Returns the seconds of the router, forward and backward: fp32 scores of the own rows."""

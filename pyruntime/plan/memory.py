@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from pyruntime.choices import Recomputation
+from pyruntime.plan.expert_costs import dealt_share
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import ModelShape
 from pyruntime.plan.pipelines import deferred, dense_by_rank, in_flight, last_stage_rank, layers_by_rank
@@ -440,7 +441,9 @@ def _workspaces(job: Job, mesh: Mesh, tokens: float, rules: Rules) -> float:
         if mesh.tp > 1:
             bytes_ += SLOTS * rules.element * tokens * model.hidden
         if mesh.ep > 1:
-            bytes_ += SLOTS * rules.element * tokens / mesh.tp * mesh.ep * model.hidden
+            share = dealt_share(model, job.cluster, mesh.ep)
+            ends = 2 if share < 1 else 1  # where dealt rows leave from is as large as where they arrive
+            bytes_ += ends * share * SLOTS * rules.element * tokens / mesh.tp * mesh.ep * model.hidden
         if mesh.dp * mesh.cp > 1:
             trained, largest = model.parameters / (mesh.tp_cut * mesh.pp), model.largest / mesh.tp_cut
             if job.adapters is not None:

@@ -1,10 +1,12 @@
-"""Experts on devices that are late are the definition in fp64, and gate all their rows in one launch."""
+"""Experts on devices that are late are the definition in fp64, and gate all their rows in one launch. Rows
+that go only to the ranks that need them make the bits of rows that go to all."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from pyruntime import comm
 from pyruntime.comm import Runtime
 from pyruntime.comm.core import _C
 from pyruntime.ops.experts import SWIGLU
@@ -82,3 +84,49 @@ def test_one_launch_multiplies_for_all_experts_of_a_rank(ranks):
         assert rank.error is None, rank.error
         assert rank.value.get("aten::_grouped_mm") == 6  # two matrices: forward, dX, dW
         assert not {"aten::mm", "aten::bmm", "aten::addmm"} & set(rank.value)
+
+
+NAMES = ("y", "dx", "dp", "dgate_up", "ddown", "dgate_up_bias", "ddown_bias")
+
+
+def compare_forms(group, hosts: int, experts: int, form: str) -> None:
+    """A rank's rows of experts with rows dealt and, by tier "unfused", gathered."""
+    _, size = sim.begin_rank(delays=7)
+    sim.use_kernels(kernels.LIBRARY)
+    with Runtime.start(tp=size, device=sim.DEVICE) as runtime:
+        if (
+            hosts > 1
+        ):  # by rails of several ranks, but few bytes go straight, and sums have the order of ranks
+            comm.configure(runtime.tp, hosts=[f"host {rank * hosts // size}" for rank in range(size)])
+        for seed, (rows, kind, dtype) in enumerate(
+            [
+                (43, "random", torch.float32),
+                (44, "random", torch.bfloat16),
+                (size - 1, "random", torch.bfloat16),
+                (21, "one expert", torch.float32),
+                (21, "few experts", torch.bfloat16),
+            ]
+        ):
+            given = operands(seed, rows, experts, 2, kind, dtype, form == "gpt_oss")
+            if kind == "random":
+                given[1][::3, 0] = -1
+            found, came = [], []
+            for tier in ("auto", "unfused", "auto"):
+                before = comm.stats(runtime.tp).bytes
+                options = FORMS[form] | {"device": sim.DEVICE, "tier": tier, "rows": rows}
+                found.append(run(runtime.tp, given, dtype, **options))
+                came.append(comm.stats(runtime.tp).bytes - before)
+            for name, dealt, gathered, again in zip(NAMES, *found, strict=False):
+                assert torch.equal(dealt, gathered), (name, rows, kind)
+                assert torch.equal(dealt, again), (name, rows, kind)
+            assert rows < 40 or came[0] < came[1], came
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.second_tier(but=["swiglu-4-1", "swiglu-2-2"])
+def test_dealt_rows_make_the_bits_of_gathered_ones(ranks, hosts, world, form):
+    outcomes = ranks.launch(compare_forms, world, hosts, 4 * world + 1, form, init=False, timeout=240.0)
+    for rank in outcomes:
+        assert rank.error is None, rank.error

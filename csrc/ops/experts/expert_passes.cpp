@@ -109,6 +109,11 @@ void SumsOfExperts::make_all() {
   all_are_made_ = true;
 }
 
+void SumsOfExperts::write_rows(const at::Tensor& rows, const at::Tensor& out) {
+  if (!all_are_made_) make_all();
+  routed_.sum(made(), rows, out);
+}
+
 MatmulScatter::Parts SumsOfExperts::parts() {
   return {.operands = {form_},
           .weights = {},
@@ -123,18 +128,19 @@ void SumsOfExperts::begin(const std::vector<Chunk>& order) {
 }
 
 void SumsOfExperts::compute(const Share& share) {
-  const Memory own = [&] {
-    if (!made_.defined()) made_ = at::empty({routed_.size(), form_.width}, form_.data.options());
-    return share.run.of(made_);
-  };
-  const at::Tensor made = compute_(share, own);
-  if (!made.is_cpu()) made_ = made;
+  const at::Tensor found = compute_(share, [&] { return share.run.of(made()); });
+  if (!found.is_cpu()) made_ = found;
+}
+
+const at::Tensor& SumsOfExperts::made() {
+  if (!made_.defined()) made_ = at::empty({routed_.size(), form_.width}, form_.data.options());
+  return made_;
 }
 
 void SumsOfExperts::write(const at::Tensor& out, const Chunk& chunk) {
   if (!out.is_cpu()) {
     if (!all_are_made_) make_all();
-    return sum(chunk, out.select(0, 0));
+    return routed_.sum(made(), chunk, out.select(0, 0));
   }
   int64_t begin = chunk.begin, end = begin + chunk.rows;
   for (const Chunk& next : order_) {
@@ -142,12 +148,7 @@ void SumsOfExperts::write(const at::Tensor& out, const Chunk& chunk) {
   }
   if (at_once_ >= form_.rows) begin = 0, end = form_.rows;
   make(begin, end);
-  sum(chunk, out.select(0, 0));
-}
-
-void SumsOfExperts::sum(const Chunk& chunk, const at::Tensor& out) {
-  if (!made_.defined()) made_ = at::empty({0, form_.width}, form_.data.options());
-  routed_.sum(made_, chunk, out);
+  routed_.sum(made(), chunk, out.select(0, 0));
 }
 
 void SumsOfExperts::make(int64_t begin, int64_t end) {
@@ -166,9 +167,42 @@ void SumsOfExperts::make(int64_t begin, int64_t end) {
   }
 }
 
+SumsOfRanks::SumsOfRanks(const Route& route, const Operand& x, bool cut, std::shared_ptr<DealtRoutes> dealt,
+                         SumsOfExperts& sums)
+    : dealt_(std::move(dealt)) {
+  if (dealt_ == nullptr) {
+    scatter_.emplace(route, sums.parts(), /*all=*/!cut);
+    return;
+  }
+  deal_.emplace(route.group.name(), dealt_->counts().back(), x.width, x.data.scalar_type(), x.data.device());
+  sums.write_rows(dealt_->arriving(), deal_->leaving());
+  deal_->publish();
+}
+
+void SumsOfRanks::reduce_beside() {
+  if (scatter_) scatter_->reduce_beside();
+}
+
+at::Tensor SumsOfRanks::finish() {
+  if (scatter_) return scatter_->finish().select(0, 0);
+  const at::Tensor sums = dealt_->sums_of_ranks(deal_->arrived());
+  deal_->finish();
+  deal_.reset();  // its memory is free for the rest of the op
+  return sums;
+}
+
 // --- rows
 
-AllRows::AllRows(const Route& route, const Operand& rows, bool cut) : rows_(rows) {
+AllRows::AllRows(const Route& route, const Operand& rows, bool cut, std::shared_ptr<DealtRoutes> dealt)
+    : rows_(rows), dealt_(std::move(dealt)) {
+  if (dealt_ != nullptr) {
+    deal_.emplace(route.group.name(), dealt_->counts(), rows.width, rows.data.scalar_type(),
+                  rows.data.device());
+    at::Tensor leaving = deal_->leaving();
+    at::index_select_out(leaving, rows.data.select(0, 0), 0, dealt_->leaving());
+    deal_->publish();
+    return;
+  }
   if (!cut) return;
   if (rows.data.is_cpu()) {
     gather_.emplace(route, Op::kAllGatherMatmul, rows, RowsAre::kPassing);
@@ -182,9 +216,13 @@ AllRows::AllRows(const Route& route, const Operand& rows, bool cut) : rows_(rows
 
 void AllRows::copy(const ExpertRows& routed, const Share& share, const at::Tensor& out) {
   const Chunk& range = share.range;
+  at::Tensor to = out;
+  if (deal_) {
+    at::index_select_out(to, deal_->arrived(), 0, dealt_->places(routed));
+    return;
+  }
   if (!out.is_cpu()) {
     const at::Tensor all = gather_ ? gather_->rows() : rows_.rows_of(range);
-    at::Tensor to = out;
     at::index_select_out(to, all.select(0, 0), 0, routed.rows());
     return;
   }
@@ -192,8 +230,8 @@ void AllRows::copy(const ExpertRows& routed, const Share& share, const at::Tenso
   const auto take = [&](const Chunk& part, const at::Tensor& rows) {
     const ExpertRows::Run run = routed.of(share.first, part);
     if (run.is_empty()) return;
-    at::Tensor to = out.narrow(0, run.begin - first, run.count);
-    at::index_select_out(to, rows.select(0, 0), 0, run.of(routed.rows()) - part.begin);
+    at::Tensor of_part = out.narrow(0, run.begin - first, run.count);
+    at::index_select_out(of_part, rows.select(0, 0), 0, run.of(routed.rows()) - part.begin);
   };
   if (gather_) {
     gather_->for_each_in(range, take);
@@ -204,6 +242,8 @@ void AllRows::copy(const ExpertRows& routed, const Share& share, const at::Tenso
 
 void AllRows::finish() {
   if (gather_) gather_->finish();
+  if (deal_) deal_->finish();
+  deal_.reset();
 }
 
 }  // namespace pyruntime

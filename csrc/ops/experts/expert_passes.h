@@ -1,20 +1,23 @@
-// The passes of an operator of experts: rows are gathered, the experts of this rank multiply theirs, and what
-// they make of a row is summed. On CPUs an expert takes its rows chunk by chunk, as they arrive. On devices
-// all experts take all rows in one launch each, but for an expert's GEMMs: a launch for each expert and chunk
-// would take longer than all products.
+// The passes of an operator of experts: rows are gathered or dealt, the experts of this rank multiply theirs,
+// and what they make of a row is summed. On CPUs an expert takes its rows chunk by chunk, as they arrive. On
+// devices all experts take all rows in one launch each, but for an expert's GEMMs: a launch for each expert
+// and chunk would take longer than all products.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include "core/chunk_plan.h"
+#include "ops/experts/dealt_routes.h"
 #include "ops/experts/expert_rows.h"
 #include "ops/gather_matmul.h"
 #include "ops/gemm/gemm.h"
+#include "ops/line_exchange.h"
 #include "ops/matmul_scatter.h"
 #include "ops/operand.h"
 #include "ops/tier/route.h"
@@ -60,7 +63,7 @@ class ExpertGemms {
   std::vector<int64_t> done_;
 };
 
-// Computes a rank's term of a scatter: for each row the sum of its results over this rank's experts.
+// Computes for each row the sum of its results over this rank's experts.
 class SumsOfExperts {
  public:
   // Returns what experts make of their rows, [share.run.count, D], in `out` or, on a device, in other memory.
@@ -72,6 +75,8 @@ class SumsOfExperts {
 
   // Computes all rows, before a scatter asks for them.
   void make_all();
+  // Writes the sums of some rows, which are all that have an expert here. On a device.
+  void write_rows(const at::Tensor& rows, const at::Tensor& out);
   // For a MatmulScatter that is constructed while this lives.
   MatmulScatter::Parts parts();
 
@@ -82,7 +87,7 @@ class SumsOfExperts {
   // On a CPU: what is not made yet of these rows.
   void make(int64_t begin, int64_t end);
   void compute(const Share& share);
-  void sum(const Chunk& chunk, const at::Tensor& out);
+  const at::Tensor& made();
 
   const ExpertRows& routed_;
   Operand form_;  // of all rows
@@ -90,15 +95,33 @@ class SumsOfExperts {
   int64_t at_once_;  // rows of all ranks that a CPU computes at once
   Compute compute_;
   std::vector<Chunk> order_;
-  at::Tensor made_;  // [routed rows, D], in their order, once some are made
+  at::Tensor made_;  // [routed rows, D], in their order; see made()
   bool all_are_made_ = false;
   std::vector<bool> is_made_;  // of all rows, on a CPU
 };
 
-// Rows of all ranks: gathered if they are cut, else this rank's.
+// The sums over ranks, on their way to the rows' owners, or to all ranks if rows are not cut.
+class SumsOfRanks {
+ public:
+  // Computes, and sends what is computed. dealt: null if parts of all rows are scattered.
+  SumsOfRanks(const Route& route, const Operand& x, bool cut, std::shared_ptr<DealtRoutes> dealt,
+              SumsOfExperts& sums);
+
+  // Sums beside what the caller's stream gets from now on, if that can be.
+  void reduce_beside();
+  // The sums of this rank's rows, or of all if they are not cut, [rows, D].
+  at::Tensor finish();
+
+ private:
+  std::shared_ptr<DealtRoutes> dealt_;
+  std::optional<MatmulScatter> scatter_;
+  std::optional<LineDeal> deal_;
+};
+
+// Rows of all ranks for the experts of this one: dealt, or gathered if they are cut, else this rank's.
 class AllRows {
  public:
-  AllRows(const Route& route, const Operand& rows, bool cut);
+  AllRows(const Route& route, const Operand& rows, bool cut, std::shared_ptr<DealtRoutes> dealt);
 
   // Copies the rows of `share` to `out`.
   void copy(const ExpertRows& routed, const Share& share, const at::Tensor& out);
@@ -106,7 +129,9 @@ class AllRows {
 
  private:
   Operand rows_;
+  std::shared_ptr<DealtRoutes> dealt_;
   std::optional<GatherMatmul> gather_;
+  std::optional<LineDeal> deal_;
 };
 
 }  // namespace pyruntime

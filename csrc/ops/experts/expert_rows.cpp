@@ -6,12 +6,10 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <string>
 #include <tuple>
 #include <utility>
 
 #include "cpu/layers/sum_rows.h"
-#include "ops/device/device_call.h"
 
 namespace pyruntime {
 
@@ -35,43 +33,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> on_device(c10::Device
 }  // namespace
 
 ExpertRows::ExpertRows(const at::Tensor& table, int64_t first, int64_t count, bool pads)
-    : pads_(pads), experts_(count), slots_(table.size(1) / 2) {
-  if (!table.is_cpu() && count > 0 && table.scalar_type() == at::kFloat) {
-    std::string why_not;
-    kernels_ = DeviceLibrary::find(table.device().type(), why_not);
-  }
-  kernels_ == nullptr ? sort_on_host(table, first) : sort_on_device(table.contiguous(), first);
+    : pads_(pads), experts_(count) {
+  const DeviceLibrary* const kernels = count > 0 ? kernels_for(table.device(), table.scalar_type()) : nullptr;
+  kernels == nullptr ? sort_on_host(table, first) : sort_on_device(*kernels, table, first);
 }
 
-void ExpertRows::sort_on_device(const at::Tensor& table, int64_t first) {
-  const DeviceCall call(table.device());
-  const int64_t rows = table.size(0), slots = slots_;
-  const auto empty = [&](int64_t size, at::ScalarType dtype) {
-    return at::empty({size}, table.options().dtype(dtype));
-  };
-  const at::Tensor counts = empty(experts_, at::kLong);
-  const at::Tensor scratch =
-      empty(kernels_->sort_routes_scratch(rows, static_cast<int32_t>(slots), static_cast<int32_t>(experts_)),
-            at::kInt);
-  rows_ = empty(rows * slots, at::kLong);
-  places_ = empty(rows * slots, at::kLong);
-  weights_ = empty(rows * slots, at::kFloat);
-  positions_ = empty(rows * slots, at::kInt);
-  const PyruntimeRoutes routes{rows,
-                               static_cast<int32_t>(slots),
-                               static_cast<int32_t>(first),
-                               /*per=*/1,
-                               static_cast<int32_t>(experts_),
-                               table.const_data_ptr<float>(),
-                               counts.mutable_data_ptr<int64_t>(),
-                               scratch.mutable_data_ptr<int32_t>(),
-                               rows_.mutable_data_ptr<int64_t>(),
-                               places_.mutable_data_ptr<int64_t>(),
-                               weights_.mutable_data_ptr<float>(),
-                               positions_.mutable_data_ptr<int32_t>()};
-  kernels_->check(kernels_->sort_routes(&routes, call.stream));
+void ExpertRows::sort_on_device(const DeviceLibrary& kernels, const at::Tensor& table, int64_t first) {
+  sorted_.emplace(kernels, table, first, /*per=*/1, experts_);
+  rows_ = sorted_->rows;
+  places_ = sorted_->places;
+  weights_ = sorted_->weights;
   counts_on_host_ = at::empty({experts_}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
-  counts_on_host_.copy_(counts, /*non_blocking=*/true);
+  counts_on_host_.copy_(sorted_->counts, /*non_blocking=*/true);
   is_here_ = std::make_unique<c10::Event>(table.device().type());
   is_here_->record(c10::impl::VirtualGuardImpl(table.device().type()).getStream(table.device()));
 }
@@ -92,7 +65,7 @@ const std::vector<int64_t>& ExpertRows::begins() const {
 }
 
 void ExpertRows::sort_on_host(const at::Tensor& table, int64_t first) {
-  const int64_t rows = table.size(0), slots = slots_;
+  const int64_t rows = table.size(0), slots = table.size(1) / 2;
   const at::Tensor experts = table.narrow(1, 0, slots).to(at::kCPU, at::kLong).contiguous();
   const int64_t* const expert_of = experts.const_data_ptr<int64_t>();
   const auto here = [&](int64_t place) {
@@ -145,7 +118,10 @@ void ExpertRows::clear_padding(const at::Tensor& values) const {
 }
 
 void ExpertRows::sum(const at::Tensor& values, const Chunk& chunk, const at::Tensor& out) const {
-  if (kernels_ != nullptr) return sum_by_kernel(values.contiguous(), chunk, out);
+  if (sorted_) {
+    const at::Tensor positions = sorted_->positions.narrow(0, chunk.begin, chunk.rows);
+    return sorted_->sum(values.contiguous(), positions, out);
+  }
   if (values.is_cpu()) {
     return layers::sum_rows(out, values, row_begins_.const_data_ptr<int64_t>() + chunk.begin,
                             of_row_.const_data_ptr<int64_t>());
@@ -163,17 +139,9 @@ void ExpertRows::sum(const at::Tensor& values, const Chunk& chunk, const at::Ten
   out.copy_(all.narrow(0, chunk.begin, chunk.rows));
 }
 
-void ExpertRows::sum_by_kernel(const at::Tensor& values, const Chunk& chunk, const at::Tensor& out) const {
-  const DeviceCall call(values.device());
-  const PyruntimePlaceSums sums{dtype_code(values.scalar_type()),
-                                static_cast<int32_t>(slots_),
-                                chunk.rows,
-                                values.size(1),
-                                values.size(0),
-                                positions_.const_data_ptr<int32_t>() + chunk.begin * slots_,
-                                values.const_data_ptr(),
-                                out.mutable_data_ptr()};
-  kernels_->check(kernels_->sum_places(&sums, call.stream));
+void ExpertRows::sum(const at::Tensor& values, const at::Tensor& rows, const at::Tensor& out) const {
+  if (rows.numel() == 0) return;
+  sorted_->sum(values.contiguous(), sorted_->positions.index_select(0, rows), out);
 }
 
 ExpertRows::Run ExpertRows::of(int64_t expert, const Chunk& chunk) const {

@@ -14,10 +14,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "core/chunk_plan.h"
-#include "transport/device/library.h"
+#include "ops/experts/sorted_places.h"
 
 namespace pyruntime {
 
@@ -54,6 +55,8 @@ class ExpertRows {
   // Writes to out [chunk.rows, D], contiguous, the sum of each row's `values` [size(), D], in the order of
   // its experts.
   void sum(const at::Tensor& values, const Chunk& chunk, const at::Tensor& out) const;
+  // The same of some rows. Only by kernels.
+  void sum(const at::Tensor& values, const at::Tensor& rows, const at::Tensor& out) const;
 
   // [size()]: each row's number over all ranks; its weight; its place in the table's weights, row * k + slot.
   // Without a row: 0.
@@ -63,21 +66,18 @@ class ExpertRows {
 
  private:
   void sort_on_host(const at::Tensor& table, int64_t first);
-  void sort_on_device(const at::Tensor& table, int64_t first);
+  void sort_on_device(const DeviceLibrary& kernels, const at::Tensor& table, int64_t first);
   const std::vector<int64_t>& begins() const;
   void set(std::vector<int64_t> counts) const;
-  void sum_by_kernel(const at::Tensor& values, const Chunk& chunk, const at::Tensor& out) const;
 
   bool pads_;
-  int64_t experts_, slots_;
-  const DeviceLibrary* kernels_ = nullptr;  // that made the order
-  mutable std::vector<int64_t> begins_;     // of each expert's places, and the end; empty: not read yet
-  mutable std::vector<int64_t> counts_;     // of its rows
-  std::vector<int64_t> in_order_;           // rows_, on the host
-  at::Tensor rows_, weights_, places_;      // by kernels: larger than size()
-  // By kernels: counts_ on its way to the host, until `is_here_`; the place of each row and slot in the
-  // order.
-  at::Tensor counts_on_host_, positions_;
+  int64_t experts_;
+  mutable std::vector<int64_t> begins_;  // of each expert's places, and the end; empty: not read yet
+  mutable std::vector<int64_t> counts_;  // of its rows
+  std::vector<int64_t> in_order_;        // rows_, on the host
+  at::Tensor rows_, weights_, places_;   // by kernels: larger than size()
+  std::optional<SortedPlaces> sorted_;   // by kernels
+  at::Tensor counts_on_host_;            // counts_ on its way to the host, until `is_here_`
   std::unique_ptr<c10::Event> is_here_;
   // By the host: the places in that order that hold row r of all ranks are of_row_[row_begins_[r]] up to
   // row_begins_[r + 1].

@@ -115,6 +115,16 @@ Route checked_route(const Operand& x, const at::Tensor& ids, const at::Tensor& w
   return route_of(kOp, x, features_of(parameters, options.transposed), options, rows);
 }
 
+// Whether rows with k experts each go only to the ranks that need them. The answer is the same on all ranks,
+// if they name the same tier.
+bool deals(const ExpertOptions& options, c10::Device device, at::ScalarType of_sums, int64_t k) {
+  Group& group = Group::get(options.group);
+  const bool can = options.cut && group.world_size() > 1 && kernels_for(device, of_sums) != nullptr;
+  if (!can || tier_named(options.tier).tier == Tier::kUnfused) return false;
+  return group.transport(device).why_not_deal().empty() &&
+         share_of_rows(options.experts, group.world_size(), k) < 1;
+}
+
 // Each row times its weight.
 at::Tensor weighted(const at::Tensor& rows, const at::Tensor& weights) {
   return (rows * weights.unsqueeze(-1)).to(rows.scalar_type());
@@ -137,6 +147,12 @@ void add_to(at::Tensor& sum, const at::Tensor& term) {
 
 bool reads_inputs(bool need_gate_up, const ExpertOptions& options) {
   return need_gate_up || options.scales_input;
+}
+
+std::shared_ptr<DealtRoutes> dealt_by(const at::Tensor& table, const ExpertOptions& options) {
+  if (!deals(options, table.device(), table.scalar_type(), table.size(1) / 2)) return nullptr;
+  const Group& group = Group::get(options.group);
+  return std::make_shared<DealtRoutes>(table, group.rank(), group.world_size(), options.experts);
 }
 
 std::shared_ptr<const ExpertRows> routed_by(const at::Tensor& table, const ExpertOptions& options,
@@ -165,7 +181,9 @@ ExpertsForward::ExpertsForward(const ExpertOptions& options, const ExpertParamet
     const Operand own = Operand::of(table_, 0, "ids");
     tables_.emplace(whole(group_, route_.rows), Op::kAllGather, own, RowsAre::kKept);
   }
-  rows_.emplace(route_, x_, options.cut);
+  if (!deals(options, x_shard.device(), precise, ids.size(1))) {
+    rows_.emplace(route_, x_, options.cut, /*dealt=*/nullptr);
+  }
   // There only the stream waits, and what the host needs of it is under way until multiply().
   if (!x_shard.is_cpu()) take_table();
 }
@@ -176,6 +194,8 @@ void ExpertsForward::take_table() {
     tables_->finish();
     tables_.reset();
   }
+  dealt_ = dealt_by(table_, options_);
+  if (dealt_ != nullptr) rows_.emplace(route_, x_, options_.cut, dealt_);
   routed_ = routed_by(table_, options_, parameters_.gate_up);
 }
 
@@ -229,12 +249,12 @@ void ExpertsForward::multiply(bool keep_inputs) {
 void ExpertsForward::scatter() {
   const c10::DeviceGuard on(x_.data.device());
   const bool has_products = options_.under_other_work;
-  SumsOfExperts sums(route_, x_, *routed_, parameters_.gate_up, [&](const Share& share, const Memory& out) {
+  SumsOfExperts made(route_, x_, *routed_, parameters_.gate_up, [&](const Share& share, const Memory& out) {
     return outputs_of(share, has_products ? products_[share.first] : products_of(share), out);
   });
-  if (has_products) sums.make_all();
-  scatter_.emplace(route_, sums.parts(), /*all=*/!options_.cut);
-  if (has_products) scatter_->reduce_beside();
+  if (has_products) made.make_all();
+  sums_.emplace(route_, x_, options_.cut, dealt_, made);
+  if (has_products) sums_->reduce_beside();
   rows_->finish();
   hidden_memory();
   if (keeps_) routed_->clear_padding(kept_);
@@ -245,27 +265,29 @@ void ExpertsForward::scatter() {
 
 at::Tensor ExpertsForward::finish() {
   const c10::DeviceGuard on(x_.data.device());
-  return scatter_->finish().view(x_.sizes);
+  return sums_->finish().view(x_.sizes);
 }
 
 // --- backward
 
 ExpertsBackward::ExpertsBackward(const ExpertOptions& options, const at::Tensor& grad,
                                  const at::Tensor& x_shard, std::shared_ptr<const ExpertRows> routed,
-                                 int64_t rows, int64_t k, int64_t features, bool reads_x, bool has_kept)
+                                 std::shared_ptr<DealtRoutes> dealt, int64_t rows, int64_t k,
+                                 int64_t features, bool reads_x, bool has_kept)
     : options_(options),
       x_(reads_x ? Operand::of(x_shard, 0, "x") : Operand::form_of(x_shard, 0, "x")),
       dy_(Operand::of(grad.contiguous(), 0, "grad")),
       group_(Group::get(options.group)),
       route_(route_of("experts_backward", dy_, features, options, rows)),
       routed_(std::move(routed)),
+      dealt_(std::move(dealt)),
       k_(k),
       features_(features),
       reads_x_(reads_x),
       has_kept_(has_kept && options.cut && group_.crosses_hosts(grad.device())) {
   const c10::DeviceGuard on(grad.device());
-  rows_of_dy_.emplace(route_, dy_, options.cut);
-  if (reads_x && !has_kept_) rows_of_x_.emplace(route_, x_, options.cut);
+  rows_of_dy_.emplace(route_, dy_, options.cut, dealt_);
+  if (reads_x && !has_kept_) rows_of_x_.emplace(route_, x_, options.cut, dealt_);
 }
 
 void ExpertsBackward::multiply(const ExpertParameters& parameters, const at::Tensor& hidden,
@@ -343,8 +365,8 @@ void ExpertsBackward::scatter(ExpertParameters& sums) {
                              return inputs_of(share, is_taken ? share.run.of(dhidden_) : take(share), out);
                            });
   if (is_taken) sums_of_dx.make_all();
-  scatter_.emplace(route_, sums_of_dx.parts(), /*all=*/!options_.cut);
-  if (is_taken) scatter_->reduce_beside();
+  sums_.emplace(route_, x_, options_.cut, dealt_, sums_of_dx);
+  if (is_taken) sums_->reduce_beside();
   finish_rows();
   // Every weight belongs to one expert, so only one rank's term is not zero.
   const Operand terms = Operand::of(dp_.view({route_.rows, k_}), 0, "dweights");
@@ -397,7 +419,7 @@ void ExpertsBackward::add_gradients(ExpertParameters& sums) const {
 
 std::pair<at::Tensor, at::Tensor> ExpertsBackward::finish() {
   const c10::DeviceGuard on(dy_.data.device());
-  const at::Tensor dx = scatter_->finish().view(x_.sizes);
+  const at::Tensor dx = sums_->finish().view(x_.sizes);
   return {dx, scatter_of_weights_->finish().view({-1, k_})};
 }
 

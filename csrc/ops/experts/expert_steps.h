@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "cpu/layers/weighted_gating.h"
+#include "ops/experts/dealt_routes.h"
 #include "ops/experts/expert_passes.h"
 #include "ops/experts/expert_rows.h"
 #include "ops/gather_matmul.h"
@@ -68,6 +69,7 @@ class ExpertsForward {
   // Known from multiply() on: the experts and weights of all ranks' rows, [rows, 2k], and what follows.
   const at::Tensor& table() const { return table_; }
   const std::shared_ptr<const ExpertRows>& routed() const { return routed_; }
+  const std::shared_ptr<DealtRoutes>& dealt() const { return dealt_; }
   // gate_up's results, [routed rows, 2F], complete from scatter() on.
   const at::Tensor& hidden() const { return hidden_; }
   // Between hosts the routed rows of x, [routed rows, D], if they are to be kept; else without elements.
@@ -92,21 +94,22 @@ class ExpertsForward {
   std::optional<GatherMatmul> tables_;  // until the table is complete
   std::optional<AllRows> rows_;
   std::shared_ptr<const ExpertRows> routed_;
+  std::shared_ptr<DealtRoutes> dealt_;  // null: rows are gathered
   bool keeps_ = false;
   at::Tensor of_outputs_;  // weights
   at::Tensor hidden_, kept_;
   std::optional<ExpertGemms> up_, back_;
   std::vector<at::Tensor> products_;  // by the first expert of a share, with under_other_work
-  std::optional<MatmulScatter> scatter_;
+  std::optional<SumsOfRanks> sums_;
 };
 
 class ExpertsBackward {
  public:
-  // Begins. x_shard: only its form counts unless reads_x. `routed`: as in the forward, of `rows` of all ranks
-  // with k experts each. has_kept: whether the routed rows of x were kept.
+  // Begins. x_shard: only its form counts unless reads_x. `routed`, `dealt`: as in the forward, of `rows` of
+  // all ranks with k experts each. has_kept: whether the routed rows of x were kept.
   ExpertsBackward(const ExpertOptions& options, const at::Tensor& grad, const at::Tensor& x_shard,
-                  std::shared_ptr<const ExpertRows> routed, int64_t rows, int64_t k, int64_t features,
-                  bool reads_x, bool has_kept);
+                  std::shared_ptr<const ExpertRows> routed, std::shared_ptr<DealtRoutes> dealt, int64_t rows,
+                  int64_t k, int64_t features, bool reads_x, bool has_kept);
 
   void multiply(const ExpertParameters& parameters, const at::Tensor& hidden, const at::Tensor& kept,
                 bool need_gate_up, bool need_down);
@@ -130,6 +133,7 @@ class ExpertsBackward {
   Group& group_;
   Route route_;
   std::shared_ptr<const ExpertRows> routed_;
+  std::shared_ptr<DealtRoutes> dealt_;
   int64_t k_, features_;
   bool reads_x_, has_kept_;
   ExpertParameters parameters_;
@@ -140,9 +144,12 @@ class ExpertsBackward {
   at::Tensor dp_;  // [rows * k]
   // Of all places, where a matrix's gradient or a later step reads them; else undefined.
   at::Tensor dy_rows_, products_, dhidden_, x_rows_;
-  std::optional<MatmulScatter> scatter_, scatter_of_weights_;
+  std::optional<SumsOfRanks> sums_;
+  std::optional<MatmulScatter> scatter_of_weights_;
 };
 
+// Where the rows of that table go if each goes only to ranks that need it; null if all ranks get them.
+std::shared_ptr<DealtRoutes> dealt_by(const at::Tensor& table, const ExpertOptions& options);
 // The routed rows of a table [rows, 2k] of all ranks, for this rank's experts with these matrices.
 std::shared_ptr<const ExpertRows> routed_by(const at::Tensor& table, const ExpertOptions& options,
                                             const at::Tensor& gate_up);

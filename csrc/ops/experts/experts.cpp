@@ -1,12 +1,14 @@
 // The experts of a mixture, of which each rank has some whole, by the two engines: rows are gathered and the
 // experts take those that were sent to them, chunk by chunk; what they make of a chunk leaves as soon as it
-// is summed over this rank's experts, and its owner sums over the ranks.
+// is summed over this rank's experts, and its owner sums over the ranks. On devices, if a rank needs few of
+// all rows, each goes only to the ranks that need it (dealt_routes.h). The sums are the same.
 //
 // Expert e of row t: y += down_e (p gating(gate, up)) + p c_e, with [gate | up] = gate_up_e x + b_e. The
 // weight p is within, so that its gradient is known where the expert is, and no expert's result need be kept.
 // With `scales_input` it multiplies x there, and nothing else.
 #include <c10/core/DeviceGuard.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -64,7 +66,8 @@ Tensors experts_backward(const at::Tensor& grad, const at::Tensor& x_shard, cons
                               scales_input,
                               {alpha, limit, shift, interleaved}};
   const c10::DeviceGuard on(grad.device());
-  ExpertsBackward backward(options, grad, x_shard, routed_by(table, options, gate_up), table.size(0),
+  const std::shared_ptr<DealtRoutes> dealt = dealt_by(table, options);
+  ExpertsBackward backward(options, grad, x_shard, routed_by(table, options, gate_up), dealt, table.size(0),
                            table.size(1) / 2, hidden.size(1) / 2, reads_inputs(need_gate_up, options),
                            /*has_kept=*/kept.dim() == 2);
   ExpertParameters found;

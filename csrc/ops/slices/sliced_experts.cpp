@@ -55,6 +55,7 @@ struct ExpertsFlight : torch::CustomClassHolder {
   std::optional<ExpertsForward> forward;
   std::optional<ExpertsBackward> backward;
   std::shared_ptr<const ExpertRows> routed;
+  std::shared_ptr<DealtRoutes> dealt;
   int64_t rows = 0, k = 0, features = 0;  // rows of all ranks, with so many experts each
   bool keeps_inputs = false;              // whether the backward reads x
 };
@@ -159,6 +160,7 @@ struct ScatterExperts : Function<ScatterExperts> {
     ExpertsForward& forward = *flight->forward;
     const ExpertParameters& of = flight->experts->parameters;
     flight->routed = forward.routed();
+    flight->dealt = forward.dealt();
     flight->rows = forward.table().size(0);
     flight->k = forward.table().size(1) / 2;
     flight->features = forward.hidden().size(1) / 2;
@@ -191,7 +193,7 @@ struct FinishExperts : Function<FinishExperts> {
     const Experts& experts = flight->experts;
     flight->backward.reset();  // of a pass that failed
     flight->backward.emplace(experts->options, grads[0], ctx->get_saved_variables()[0], flight->routed,
-                             flight->rows, flight->k, flight->features, flight->keeps_inputs,
+                             flight->dealt, flight->rows, flight->k, flight->features, flight->keeps_inputs,
                              /*has_kept=*/flight->keeps_inputs);
     return {mark_like(grads[0]), at::Tensor(), at::Tensor()};
   }

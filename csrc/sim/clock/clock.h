@@ -14,9 +14,11 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace sim {
@@ -68,6 +70,12 @@ class Clock {
   void write_numbers(const void* at, std::vector<int64_t> numbers);
   // Those numbers; none if no launch has written there.
   std::vector<int64_t> take_numbers(const void* at);
+  // Except integers of these sizes, which all are `value`.
+  void set_integers_of(std::vector<int64_t> sizes, int64_t value) { integers_of_[std::move(sizes)] = value; }
+  std::optional<int64_t> integers_of(const std::vector<int64_t>& sizes) const {
+    const auto found = integers_of_.find(sizes);
+    return found == integers_of_.end() ? std::nullopt : std::optional(found->second);
+  }
   // Keeps spans from now on, or none.
   void keep_spans(bool keep);
   std::vector<Span> take_spans();
@@ -91,6 +99,7 @@ class Clock {
   bool keeps_ = false;
   int64_t integers_below_ = 0;
   std::map<const void*, std::vector<int64_t>> numbers_written_;
+  std::map<std::vector<int64_t>, int64_t> integers_of_;
   std::vector<Span> spans_;
   std::unordered_map<std::string, int> numbers_;
   std::vector<std::string> texts_;
