@@ -68,7 +68,7 @@ def dealt(group, transport: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [2, 4, 7])
-@pytest.mark.second_tier("7")
+@pytest.mark.second_tier("7-device", "7-device between hosts", "7-device on rails")
 def test_every_rank_gets_its_rows_by_source(ranks, transport, world):
     if transport == "device on rails" and world != 4:
         world = 2 * world  # two ranks on each host
