@@ -51,17 +51,13 @@ std::optional<Work> gemm_of(const std::string& name, at::ArrayRef<c10::IValue> a
   return Work{"gemm", {a.size(-2), b.size(-1), a.size(-1), batches, a.element_size(), moved}};
 }
 
-// torch's grouped GEMM: rows of all matrices times each, or sums over the rows of each. Every matrix ends in
-// half a tile of 128 rows.
+// torch's grouped GEMM: rows times the matrix that they belong to, or sums over the rows of each. The sizes:
+// matrices, rows, n and k of a matrix [n, k] or [k, n], or of a sum [n, k].
 std::optional<Work> grouped_gemm_of(const std::string& name, at::ArrayRef<c10::IValue> arguments) {
   if (name != "aten::_grouped_mm") return std::nullopt;
   const at::Tensor a = arguments[0].toTensor(), b = arguments[1].toTensor();
-  const int64_t size = a.element_size();
-  if (b.dim() == 3) {
-    return Work{"grouped gemm", {a.size(0) + 64 * b.size(0), b.size(-1), a.size(-1), 1, size, size}};
-  }
-  const int64_t groups = arguments[2].toTensor().numel();
-  return Work{"grouped gemm", {groups * a.size(0), b.size(1), a.size(1) / groups, 1, size, size}};
+  if (b.dim() == 3) return Work{"grouped gemm", {b.size(0), a.size(0), b.size(2), b.size(1)}};
+  return Work{"grouped gradients", {arguments[2].toTensor().numel(), a.size(1), a.size(0), b.size(1)}};
 }
 
 }  // namespace

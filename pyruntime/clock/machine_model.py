@@ -30,8 +30,6 @@ class Machine:
     event_s: float
     host_hop_s: float
     """Seconds of a message between the processors of two hosts."""
-    grouped_gemm: float
-    """The rate of a grouped GEMM as a share of that of one GEMM."""
 
     def seconds(self, kind: str, sizes: Sequence[int]) -> float:
         """Returns the seconds of a kind of work (csrc/sim/clock/clock.h). Raises ValueError for one without a
@@ -51,7 +49,8 @@ class Machine:
             "memory beside": self.gemms.touch_beside,
             "multiprocessors of blocks": multiprocessors_of,
             "gemm": self.gemms.seconds,
-            "grouped gemm": lambda *sizes: self.gemms.seconds(*sizes) / self.grouped_gemm,
+            "grouped gemm": self.gemms.grouped,
+            "grouped gradients": self.gemms.grouped_gradients,
             "attention": self.attention,
             "bytes": lambda nbytes: nbytes / self.cluster.memory_bandwidth,
             "put": lambda nbytes: LAUNCH_S + self.sent(nbytes),
@@ -128,5 +127,4 @@ def find(name: str) -> Machine:
         call_s=values["call_s"],
         event_s=values["event_s"],
         host_hop_s=values["host_hop_s"],
-        grouped_gemm=values["grouped_gemm"],
     )

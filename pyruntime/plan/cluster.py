@@ -19,6 +19,9 @@ from pyruntime.text import toml_value
 FOLDER = Path(__file__).parent / "clusters"
 
 
+HOPPER = 90
+
+
 @dataclass(frozen=True)
 class Inside:
     """A measured group inside a node: `size` ranks, `inner` apart."""
@@ -137,6 +140,26 @@ class Cluster:
             return self.gemms.seconds(m, n, k, size=size)
         large = self.flops * min(k, n) / (min(k, n) + self.half_features)
         return self.launch + size / 2 * 2 * m * n * k / large * (1 + self.half_outputs / (m * n))
+
+    def experts_seconds(self, experts: int, rows: float, n: float, k: float) -> float:
+        """Returns the seconds of `rows` rows of each expert times its matrix [k, n]; on Hopper it is one
+        launch."""
+        if self.groups:
+            assert self.gemms is not None
+            return self.gemms.grouped(experts, experts * rows, n, k)
+        return experts * self.gemm_seconds(rows, n, k)
+
+    def experts_gradients_seconds(self, experts: int, rows: float, n: float, k: float) -> float:
+        """Returns the seconds of sums [n, k] over `rows` rows of each expert."""
+        if self.groups:
+            assert self.gemms is not None
+            return self.gemms.grouped_gradients(experts, experts * rows, n, k)
+        return experts * self.gemm_seconds(n, k, rows)
+
+    @property
+    def groups(self) -> bool:
+        """Whether its GPUs multiply for all experts of a rank in one launch."""
+        return self.gemms is not None and self.gemms.gpu.architecture == HOPPER
 
     def linear_flops(self, k: float, n: float, rows: float, chunks: int = 1) -> float:
         """Returns operations/s over the three GEMMs of a linear [rows, k] [k, n] on this rank: those of Y and

@@ -93,7 +93,7 @@ class ExpertLayer:
         score, unscore = self._router()
         hidden, width, held, ranks = self.model.hidden, self.model.expert_ffn, self._held, self.over.size
         routed = self.tokens * ranks * self.model.per_token * held / self.model.experts  # M
-        rows, gemm = routed / held, self.cluster.gemm_seconds
+        rows, gemm, dw = routed / held, self.cluster.experts_seconds, self.cluster.experts_gradients_seconds
         pick = self._touch(2 * ELEMENT * routed * hidden)
         places = self.model.per_token * ranks * self.tokens
         table = self._touch(SORT[0] * places + OF_ROUTED * routed, SORT[1]) + self._to_host(INDEX * held)
@@ -102,7 +102,7 @@ class ExpertLayer:
         gating, ungating = (
             self._touch(nbytes * routed * width, launches) for nbytes, launches in (GATING, GATING_BACKWARD)
         )
-        weights = held * (gemm(2 * width, hidden, rows) + gemm(width, hidden, rows))
+        weights = dw(held, rows, 2 * width, hidden) + dw(held, rows, hidden, width)
         # X travels behind dY, under the order of routes and under the picking of dY's rows.
         there = way.there
         again = max(there - table, times * there - table - (times - 1) * pick, 0.0)
@@ -114,7 +114,8 @@ class ExpertLayer:
             + self._touch(0, OF_TABLE)
             + table
             + pick
-            + held * (gemm(rows, 2 * width, hidden) + gemm(rows, hidden, width))
+            + gemm(held, rows, 2 * width, hidden)
+            + gemm(held, rows, hidden, width)
             + gating
             + way.sums,
             backward_input=unscore
@@ -122,7 +123,8 @@ class ExpertLayer:
             + way.plan
             + table
             + times * (way.publish + pick)
-            + held * (gemm(rows, width, hidden) + gemm(rows, hidden, 2 * width))
+            + gemm(held, rows, width, hidden)
+            + gemm(held, rows, hidden, 2 * width)
             + ungating
             + way.sums,
             backward_weight=weights,

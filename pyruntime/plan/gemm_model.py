@@ -35,6 +35,12 @@ MOST_SPLITS = 4
 """The most parts into which they cut k; assumed."""
 
 
+GROUPED = 0.9
+"""The rate of torch's grouped GEMM, as a share of that of one GEMM with as many rows. Estimated."""
+HALF_A_TILE = 64
+"""Rows."""
+
+
 @dataclass(frozen=True)
 class Gemms:
     """The GEMMs of a GPU."""
@@ -59,6 +65,15 @@ class Gemms:
         of_result = size if of_result is None else of_result
         moved = self.touch(batch * (size * (m * k + k * n) + of_result * m * n))
         return max(slower * self._tiled(m, n, k, batch) / self.sustained + LAUNCH_S + FIRST_LOAD_S, moved)
+
+    def grouped(self, groups: float, rows: float, n: float, k: float) -> float:
+        """Returns the seconds of one launch of `rows` rows times the matrices [k, n] of `groups`, each of
+        which ends in half a tile."""
+        return self.seconds(rows + HALF_A_TILE * groups, n, k) / GROUPED
+
+    def grouped_gradients(self, groups: float, rows: float, n: float, k: float) -> float:
+        """Returns the seconds of one launch of sums [n, k] over the rows of each group."""
+        return self.seconds(groups * n, k, rows / groups) / GROUPED
 
     def touch(self, nbytes: float) -> float:
         """Returns the seconds of a launch that reads or writes `nbytes` of the GPU's memory."""

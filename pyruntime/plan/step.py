@@ -50,6 +50,8 @@ from pyruntime.plan.pipelines import (
 from pyruntime.plan.seconds import LayerSeconds, StepSeconds
 from pyruntime.plan.touched import travelling_share
 
+SENT_AHEAD = 1 / 3
+"""The share of weights that GPUs send in the backward pass (pyruntime/data_parallel/weight_gathers.py)."""
 FLASH_BACKWARD = 2.5
 """GEMM work of flash attention's backward pass over that of its forward pass."""
 NORMS_OF_A_LAYER = 2
@@ -608,8 +610,10 @@ class Predictor:
         if zero == 0:  # Whole sums return in place of new weights, before the optimizer.
             return own + left(gradients + weights, window_backward), optimizer
         if of_gpus:
-            # Weights return in the backward pass too, in its order: what is left then, is read first.
-            return own + max(left(gradients + weights, window_backward), 2 * table), optimizer
+            # Some weights return in the backward pass, the others ahead of their use in the forward pass.
+            behind = left(gradients + SENT_AHEAD * weights, window_backward)
+            before = (1 - SENT_AHEAD) * weights - window_forward * (buckets - 1) / buckets
+            return own + max(behind, 2 * table) + max(before, 0.0), optimizer
         return own + times * left(gradients, window_backward) + left(weights, window_forward), optimizer
 
 
