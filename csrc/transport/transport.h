@@ -134,6 +134,8 @@ class Transport {
   virtual std::unique_ptr<DealFlight> deal(const FlightDescriptor& descriptor, const DealtRows& rows);
   // Says why rows cannot be dealt; empty if they can. The answer is the same on all ranks.
   virtual std::string why_not_deal() const;
+  // For how many ranks a gathered row comes from another host at once; a dealt one comes for one.
+  virtual int ranks_of_rail() const { return 1; }
   // The number of rows that each rank has; `descriptor.rows` is kUnknownRows.
   virtual std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) = 0;
 

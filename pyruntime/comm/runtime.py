@@ -355,7 +355,9 @@ class Runtime:
         seconds = exposed_by_class()
         # A group's own exchanges have the class tp, whatever its axis is.
         groups = {axis.name: axis.mesh for axis in (self.cp, self.pp, self.dp)}
-        names = {name: group_name(mesh) for name, mesh in groups.items() if mesh is not None and mesh.ndim == 1}
+        names = {
+            name: group_name(mesh) for name, mesh in groups.items() if mesh is not None and mesh.ndim == 1
+        }
         if self._experts is not None:
             names["ep"] = group_name(self.ep)
         if self.mesh.ndim > 1:

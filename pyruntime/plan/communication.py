@@ -60,7 +60,7 @@ def rails(cluster: Cluster, inner: int, size: int) -> Link:
     found = link(cluster, inner, size)
     if not found.crosses:
         return found
-    near = min(max(1, cluster.gpus_per_node // inner), size)
+    near = near_ranks(cluster, inner, size)
     if near == 1:
         return neighbours(cluster, inner, size)
     nodes = math.ceil(size / near)
@@ -72,11 +72,16 @@ def rails(cluster: Cluster, inner: int, size: int) -> Link:
     return replace(found, bandwidth=(size - 1) / seconds, latency=latency, inside=inside)
 
 
+def near_ranks(cluster: Cluster, inner: int, size: int) -> int:
+    """Returns how many ranks of such a group are on a node."""
+    return min(max(1, cluster.gpus_per_node // inner), size)
+
+
 def straight(cluster: Cluster, inner: int, size: int) -> Link:
     """Returns the same for this project's GPUs, whose rows go straight to each rank: what goes to other nodes
     leaves by a GPU's own adapter, and what stays inside one travels beside it."""
     found = neighbours(cluster, inner, size)
-    near = min(max(1, cluster.gpus_per_node // inner), size)
+    near = near_ranks(cluster, inner, size)
     return replace(found, bandwidth=found.bandwidth * (size - 1) / (size - near)) if found.crosses else found
 
 

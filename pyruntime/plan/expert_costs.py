@@ -15,7 +15,7 @@ from functools import cached_property
 
 from pyruntime.comm.core import _C
 from pyruntime.plan.cluster import Cluster
-from pyruntime.plan.communication import Link
+from pyruntime.plan.communication import Link, near_ranks, straight
 from pyruntime.plan.models import ModelShape
 
 SCORE, ELEMENT, INDEX = 4, 2, 8
@@ -34,12 +34,14 @@ DEALT, OF_MARK = (28, 14), 3
 """Bytes for a place, and launches, that find where dealt rows go; bytes for a row and rank."""
 
 
-def dealt_share(model: ModelShape, cluster: Cluster, ranks: int) -> float:
-    """Returns the share of all rows that come to each of so many ranks of experts (csrc/ops/experts/
-    dealt_routes.h); 1 if rows are gathered, as on CPUs."""
+def dealt_share(model: ModelShape, cluster: Cluster, inner: int, ranks: int) -> float:
+    """Returns the share of all rows that come to each of so many ranks of experts, whose faster-varying axes
+    have `inner` ranks together (csrc/ops/experts/dealt_routes.h); 1 if rows are gathered, as on CPUs."""
     if ranks == 1 or not cluster.is_of_gpus:
         return 1.0
-    return _C.share_of_rows(model.experts, ranks, model.per_token)
+    share = _C.share_of_rows(model.experts, ranks, model.per_token)
+    near = 1 if cluster.fits(inner, ranks) else near_ranks(cluster, inner, ranks)
+    return share if _C.deals_share(share, near) else 1.0
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,14 @@ class _Way:
 class ExpertLayer:
     """The experts of a layer on one rank of a cluster's GPUs.
 
-    tokens: T, rows of each rank. over: the group of the experts. by_row: the same for rows that go straight
-    to ranks. counted: the groups over which routers sum their counts, one after the other."""
+    tokens: T, rows of each rank. over: the group of the experts. inner: the ranks that its faster-varying
+    axes have together. counted: the groups over which routers sum their counts, one after the other."""
 
     model: ModelShape
     cluster: Cluster
     tokens: float
     over: Link
-    by_row: Link
+    inner: int
     counted: Sequence[Link]
 
     def seconds(self) -> ExpertSeconds:
@@ -160,7 +162,7 @@ class ExpertLayer:
         ranks, share, own = self.over.size, self._share, self._bytes
         rows = ranks * self.tokens
         come = share * ranks * own  # bytes, as many as leave
-        way = self._to_all(share * own, self.by_row)
+        way = self._to_all(share * own, straight(self.cluster, self.inner, ranks))
         plan = self._touch((DEALT[0] * self.model.per_token + OF_MARK * ranks) * rows, DEALT[1])
         return _Way(
             plan=plan + self._to_host(INDEX * ranks**2),
@@ -173,7 +175,7 @@ class ExpertLayer:
 
     @cached_property
     def _share(self) -> float:
-        return dealt_share(self.model, self.cluster, self.over.size)
+        return dealt_share(self.model, self.cluster, self.inner, self.over.size)
 
     @property
     def _held(self) -> int:

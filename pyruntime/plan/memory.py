@@ -441,7 +441,7 @@ def _workspaces(job: Job, mesh: Mesh, tokens: float, rules: Rules) -> float:
         if mesh.tp > 1:
             bytes_ += SLOTS * rules.element * tokens * model.hidden
         if mesh.ep > 1:
-            share = dealt_share(model, job.cluster, mesh.ep)
+            share = dealt_share(model, job.cluster, mesh.inner("ep"), mesh.ep)
             ends = 2 if share < 1 else 1  # where dealt rows leave from is as large as where they arrive
             bytes_ += ends * share * SLOTS * rules.element * tokens / mesh.tp * mesh.ep * model.hidden
         if mesh.dp * mesh.cp > 1:

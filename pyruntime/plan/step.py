@@ -26,7 +26,6 @@ from pyruntime.plan.communication import (
     own_seconds,
     rails,
     send,
-    straight,
 )
 from pyruntime.plan.expert_costs import ExpertLayer, ExpertSeconds
 from pyruntime.plan.memory import (
@@ -232,8 +231,8 @@ class Predictor:
             return None
         over = self.link(mesh, "ep", mesh.ep) if mesh.ep else tp
         counted = tp, self.link(mesh, "shard", mesh.dp * mesh.cp)
-        by_row = straight(cluster, mesh.inner("ep" if mesh.ep else "tp"), over.size)
-        return ExpertLayer(model, cluster, tokens / mesh.tp, over, by_row, counted).seconds()
+        inner = mesh.inner("ep" if mesh.ep else "tp")
+        return ExpertLayer(model, cluster, tokens / mesh.tp, over, inner, counted).seconds()
 
     def _with_experts(self, layer: LayerSeconds, experts: ExpertSeconds, mesh: Mesh) -> LayerSeconds:
         crosses = self.link(mesh, "ep" if mesh.ep else "tp", mesh.experts_over).crosses

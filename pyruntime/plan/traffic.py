@@ -65,7 +65,8 @@ def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
         of_replicas["replicas"] += scale * all_reduce(each.gradients / shard.size, replicas)
     of_experts = {}
     if mesh.ep:
-        of_layers = scale * micro_batches * (layers - dense) * dealt_share(model, job.cluster, mesh.ep)
+        share = dealt_share(model, job.cluster, mesh.inner("ep"), mesh.ep)
+        of_layers = scale * micro_batches * (layers - dense) * share
         of_experts["ep"] = of_layers * of_linears(model, "ep", mesh.ep, experts=True)
     of_tp = (layers - dense) * of_linears(model, "tp", mesh.tp, experts=False)
     if dense:

@@ -127,6 +127,6 @@ def compare_forms(group, hosts: int, experts: int, form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.second_tier(but=["swiglu-4-1", "swiglu-2-2"])
 def test_dealt_rows_make_the_bits_of_gathered_ones(ranks, hosts, world, form):
-    outcomes = ranks.launch(compare_forms, world, hosts, 4 * world + 1, form, init=False, timeout=240.0)
+    outcomes = ranks.launch(compare_forms, world, hosts, 8 * world - 1, form, init=False, timeout=240.0)
     for rank in outcomes:
         assert rank.error is None, rank.error

@@ -16,8 +16,6 @@ namespace pyruntime {
 
 namespace {
 
-constexpr double kLeastGathered = 0.9;
-
 // [ranks, ranks], int64, on the device: how many rows of each rank have an expert on each.
 at::Tensor counted(const at::Tensor& table, int ranks, int64_t per_rank) {
   const int64_t rows = table.size(0), slots = table.size(1) / 2;
@@ -61,8 +59,11 @@ double share_of_rows(int64_t experts, int64_t ranks, int64_t k) {
     to_others *=
         std::max<double>(0, static_cast<double>(others - slot)) / static_cast<double>(experts - slot);
   }
-  const double share = 1 - to_others;
-  return share < kLeastGathered ? share : 1;
+  return 1 - to_others;
+}
+
+bool deals_share(double share, int64_t ranks_of_rail) {
+  return ranks_of_rail == 1 ? share < 0.9 : share * static_cast<double>(ranks_of_rail) < 1;
 }
 
 DealtRoutes::DealtRoutes(const at::Tensor& table, int rank, int ranks, int64_t experts)

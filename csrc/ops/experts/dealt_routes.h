@@ -18,9 +18,11 @@
 namespace pyruntime {
 
 // The share of all rows that come to a rank: the probability that of k different experts, each set as likely,
-// one is among the ceil(E / P) of a rank, u = 1 - C(E - E / P, k) / C(E, k). If that is 0.9 or more, rows are
-// gathered, and it is 1: a gather can go by rails, and copies no row to where it leaves.
+// one is among the ceil(E / P) of a rank, u = 1 - C(E - E / P, k) / C(E, k).
 double share_of_rows(int64_t experts, int64_t ranks, int64_t k);
+// Whether rows of which each rank needs such a share are dealt: on one host below 0.9, as a gather copies no
+// row to where it leaves. On rails only if no more rows cross between hosts than in a gather.
+bool deals_share(double share, int64_t ranks_of_rail);
 
 class DealtRoutes {
  public:

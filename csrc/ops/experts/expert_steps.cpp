@@ -121,8 +121,9 @@ bool deals(const ExpertOptions& options, c10::Device device, at::ScalarType of_s
   Group& group = Group::get(options.group);
   const bool can = options.cut && group.world_size() > 1 && kernels_for(device, of_sums) != nullptr;
   if (!can || tier_named(options.tier).tier == Tier::kUnfused) return false;
-  return group.transport(device).why_not_deal().empty() &&
-         share_of_rows(options.experts, group.world_size(), k) < 1;
+  const Transport& transport = group.transport(device);
+  return transport.why_not_deal().empty() &&
+         deals_share(share_of_rows(options.experts, group.world_size(), k), transport.ranks_of_rail());
 }
 
 // Each row times its weight.

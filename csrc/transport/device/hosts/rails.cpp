@@ -61,6 +61,7 @@ class RailsTransport : public Transport {
     return straight_->deal(descriptor, rows);
   }
   std::string why_not_deal() const override { return straight_->why_not_deal(); }
+  int ranks_of_rail() const override { return layout_.ranks_per_host(); }
   std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) override {
     const auto flight = gather(rows_held_descriptor(descriptor, world_size()));
     std::vector<int64_t> held = gather_rows_held(*flight, descriptor.own_rows, rank(), world_size());
