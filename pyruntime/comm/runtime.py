@@ -365,7 +365,9 @@ class Runtime:
         for axis, name in names.items():
             own = stats(name)
             seconds[axis] = seconds.get(axis, 0.0) + own.waiting_s + own.moving_s
-            seconds["tp"] = max(0.0, seconds.get("tp", 0.0) - own.waiting_s - own.moving_s)
+            seconds["tp"] = seconds.get("tp", 0.0) - own.waiting_s - own.moving_s
+        if abs(seconds.get("tp", 0.0)) < 1e-9:
+            seconds["tp"] = 0.0  # but for rounding
         return seconds
 
     def stats(self) -> _C.CommStats:

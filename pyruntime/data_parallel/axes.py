@@ -258,7 +258,7 @@ def axes_of(mesh: DeviceMesh | None, stage: int) -> Axes:
     def axis(of: DeviceMesh | None, *place: int) -> FlightAxis:
         return FlightAxis(None) if of is None else FlightAxis.of(of, *place)
 
-    # At stage 3 the computation waits for weights. At 1 and 2 it waits for gradients while weights return, and
+    # At stage 3 the computation waits for weights. At 1 and 2 it waits for gradients while weights return;
     # CPU ranks begin these at moments of their own.
     on_device = mesh.device_type != "cpu"
     most = MOST_FLIGHTS if on_device or stage == 3 else MOST_ANY_TIME

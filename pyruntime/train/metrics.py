@@ -40,8 +40,8 @@ class StepMetrics:
     """Peak memory of a rank so far: resident, with workspaces shared between ranks; on a GPU, in torch's
     tensors."""
     exposed_by_axis_s: dict[str, float] | None = None
-    """The parts of exposed_comm_s by axis ("tp", "cp", "pp", "dp", "ep"); "all" is the exchange of figures that
-    ends a step. None for a single rank."""
+    """The parts of exposed_comm_s by axis ("tp", "cp", "pp", "dp", "ep"); "all" is the exchange of figures
+    that ends a step. None for a single rank."""
     outer_exposed_s: float | None = None
     """The part of exposed_comm_s spent on replicas that synchronize rarely; None if there are none, and on
     GPUs."""

@@ -466,7 +466,11 @@ def test_the_load_of_experts_is_that_of_a_recount(ranks, config, counted, name):
         for step, expected in zip(steps, counted[micro_batches, over], strict=True):
             for figure, value in expected.items():
                 assert getattr(step, figure) == pytest.approx(value, rel=2e-4), figure
-    assert found[0][-1].expert_imbalance == found[-1][-1].expert_imbalance
+    last = found[0][-1]
+    assert last.expert_imbalance == found[-1][-1].expert_imbalance
+    if asked.parallel.ep:
+        assert last.exposed_by_axis_s["ep"] > 0 and "tp" not in last.exposed_by_axis_s
+        assert sum(last.exposed_by_axis_s.values()) == pytest.approx(last.exposed_comm_s)
 
 
 @pytest.fixture(scope="module")
