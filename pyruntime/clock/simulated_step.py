@@ -35,8 +35,8 @@ from pyruntime.clock.mirrors import ProgramPlace
 from pyruntime.clock.step_account import COMPUTING, HOST, Span, StepAccount, by, of_step
 from pyruntime.comm import Runtime
 from pyruntime.comm.companions import _of_group
-from pyruntime.comm.core import _C
 from pyruntime.comm.groups import group_name, workspace_bytes
+from pyruntime.plan.expert_costs import share_of_rows
 from pyruntime.text import columns
 from pyruntime.train import validate
 from pyruntime.train.config import MeshSizes, RunConfig, mesh_of
@@ -236,7 +236,7 @@ def _tell_routes(core: Any, run: ResolvedRun, runtime: Runtime) -> None:
     core.set_integers_below(mixture.experts)
     ranks = run.mesh.ep or run.mesh.tp
     rows = run.config.train.micro_batch_size * min(run.slices) / run.mesh.tp / slices_of(run, runtime)
-    share = _C.share_of_rows(mixture.experts, ranks, mixture.per_token)
+    share = share_of_rows(mixture.experts, ranks, mixture.per_token)
     core.set_integers_of([ranks, ranks], round(share * rows))
 
 

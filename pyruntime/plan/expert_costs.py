@@ -9,11 +9,11 @@ gradients are multiplied while the sums of dX travel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pyruntime.comm.core import _C
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.communication import Link, near_ranks, straight
 from pyruntime.plan.models import ModelShape
@@ -34,14 +34,27 @@ DEALT, OF_MARK = (28, 14), 3
 """Bytes for a place, and launches, that find where dealt rows go; bytes for a row and rank."""
 
 
+def share_of_rows(experts: int, ranks: int, per_token: int) -> float:
+    """Returns the share of all rows that a rank needs, 1 - C(E - E/P, k) / C(E, k) if all experts are as
+    likely."""
+    others = experts - -(-experts // ranks)
+    return 1 - math.comb(others, per_token) / math.comb(experts, per_token)
+
+
+def deals_share(share: float, ranks_of_rail: int) -> bool:
+    """Returns whether rows of which each rank needs such a share go only to the ranks that need them, as
+    csrc/ops/experts/dealt_routes.h decides. ranks_of_rail: a host's, where rows go by rails, else 1."""
+    return share < 0.9 if ranks_of_rail == 1 else share * ranks_of_rail < 1
+
+
 def dealt_share(model: ModelShape, cluster: Cluster, inner: int, ranks: int) -> float:
     """Returns the share of all rows that come to each of so many ranks of experts, whose faster-varying axes
     have `inner` ranks together (csrc/ops/experts/dealt_routes.h); 1 if rows are gathered, as on CPUs."""
     if ranks == 1 or not cluster.is_of_gpus:
         return 1.0
-    share = _C.share_of_rows(model.experts, ranks, model.per_token)
+    share = share_of_rows(model.experts, ranks, model.per_token)
     near = 1 if cluster.fits(inner, ranks) else near_ranks(cluster, inner, ranks)
-    return share if _C.deals_share(share, near) else 1.0
+    return share if deals_share(share, near) else 1.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,7 @@ class ExpertSeconds:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _WayOfRows:
     """Seconds in which rows come to experts, and sums return."""
 
     plan: float
@@ -141,14 +154,14 @@ class ExpertLayer:
             travels_backward=times * there + way.back,
         )
 
-    def _gathered(self, routed: float) -> _Way:
+    def _gathered(self, routed: float) -> _WayOfRows:
         """Returns the way of rows that all ranks get. Sums leave in P chunks, one for each owner."""
         ranks, own = self.over.size, self._bytes
         chunk = self._touch(ELEMENT * self.model.hidden * (routed / ranks + self.tokens))
         if ranks == 1:
-            return _Way(0.0, 0.0, chunk, 0.0, 0.0, 0.0)
+            return _WayOfRows(0.0, 0.0, chunk, 0.0, 0.0, 0.0)
         back = self._to_all(own, signals=2 * (ranks - 1))
-        return _Way(
+        return _WayOfRows(
             plan=0.0,
             publish=self._touch(2 * own),
             sums=ranks * chunk + self._touch((ranks + 1) * own),
@@ -157,14 +170,14 @@ class ExpertLayer:
             late=max(0.0, back - (ranks - 1) * chunk),
         )
 
-    def _dealt(self, routed: float) -> _Way:
+    def _dealt(self, routed: float) -> _WayOfRows:
         """Returns the way of rows that go only to ranks with one of their experts, and of a sum from each."""
         ranks, share, own = self.over.size, self._share, self._bytes
         rows = ranks * self.tokens
         come = share * ranks * own  # bytes, as many as leave
         way = self._to_all(share * own, straight(self.cluster, self.inner, ranks))
         plan = self._touch((DEALT[0] * self.model.per_token + OF_MARK * ranks) * rows, DEALT[1])
-        return _Way(
+        return _WayOfRows(
             plan=plan + self._to_host(INDEX * ranks**2),
             publish=self._touch(2 * come + 2 * share * own, 2),
             sums=self._touch(ELEMENT * self.model.hidden * routed + 2 * come + 2 * share * own + own, 3),

@@ -1,13 +1,13 @@
 """Bytes that a rank receives over each axis in an optimizer step.
 
 The transfers are those of `step.py`, on a link of one byte per second. Small exchanges (norms, statistics of
-the loss, marks) are not counted.
+the loss, marks) are not counted. Rows of experts count as gathered, also where GPUs send each only to ranks
+that need it.
 """
 
 from __future__ import annotations
 
 from pyruntime.plan.communication import Link, all_gather, all_reduce
-from pyruntime.plan.expert_costs import dealt_share
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import ModelShape
 from pyruntime.plan.overlap import exposed_of, linears
@@ -65,9 +65,9 @@ def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
         of_replicas["replicas"] += scale * all_reduce(each.gradients / shard.size, replicas)
     of_experts = {}
     if mesh.ep:
-        share = dealt_share(model, job.cluster, mesh.inner("ep"), mesh.ep)
-        of_layers = scale * micro_batches * (layers - dense) * share
-        of_experts["ep"] = of_layers * of_linears(model, "ep", mesh.ep, experts=True)
+        of_experts["ep"] = (
+            scale * micro_batches * (layers - dense) * of_linears(model, "ep", mesh.ep, experts=True)
+        )
     of_tp = (layers - dense) * of_linears(model, "tp", mesh.tp, experts=False)
     if dense:
         of_tp += dense * of_linears(model.dense, "tp", mesh.tp, experts=False)

@@ -10,9 +10,11 @@ import torch
 
 import pyruntime
 from pyruntime import comm
+from pyruntime.comm.core import _C
 from pyruntime.llama import Llama, LlamaConfig
 from pyruntime.llama.mixture import Mixture
 from pyruntime.plan.cluster import Cluster, find_cluster
+from pyruntime.plan.expert_costs import deals_share, share_of_rows
 from pyruntime.plan.memory import worst_memory
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.search import SearchSpace, meshes, search
@@ -143,3 +145,15 @@ def test_the_search_knows_every_group_that_gives_each_rank_equally_many():
     assert {mesh.ep for mesh in found if mesh.tp == 2 and mesh.dp == 4 and mesh.replicate == 2} == {0, 1, 4}
     assert not any(mesh.ep for mesh in found if mesh.tau)
     assert any(each.mesh.ep for each in search(job, kinds).candidates)
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "k"), [(128, 64, 8), (8, 2, 2), (9, 4, 1), (7, 8, 3), (16, 4, 16)]
+)
+def test_the_planner_deals_rows_as_the_core_does(experts, ranks, k):
+    share = share_of_rows(experts, ranks, k)
+    assert share == pytest.approx(_C.share_of_rows(experts, ranks, k))
+    drawn = torch.rand(4096, experts).topk(k).indices
+    assert share == pytest.approx((drawn < -(-experts // ranks)).any(1).float().mean().item(), abs=0.05)
+    for rail in (1, 2, 8):
+        assert deals_share(share, rail) == _C.deals_share(share, rail)
