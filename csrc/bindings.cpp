@@ -484,7 +484,8 @@ void bind_data_parallel(py::module_& m) {
   m.def("share_of_rows", &share_of_rows, py::arg("experts"), py::arg("ranks"), py::arg("k"),
         "The share of all ranks' rows that a rank of experts needs, if all experts are as likely.");
   m.def(
-      "deals_share", &deals_share, py::arg("share"), py::arg("ranks_of_rail"),
+      "deals_share", [](double share, int64_t ranks_of_rail) { return deals_share(share, ranks_of_rail); },
+      py::arg("share"), py::arg("ranks_of_rail"),
       "Whether rows of which each rank needs such a share go only to the ranks that need them, on devices.");
   py::class_<LineDeal>(m, "LineDeal", "Lines [lines, width] on their way from each rank to each.")
       .def(py::init([](const std::string& group, std::vector<int64_t> counts, int64_t width,

@@ -156,6 +156,8 @@ MUTABLE |= {"WeakSet", "OrderedDict"}
 STATE_THAT_STAYS = {
     # An entry ends with its process group, which is torch's and takes no attributes.
     "pyruntime.comm.companions._companions",
+    # The stream of a device beside the caller's, for the losses of all routers.
+    "pyruntime.nn.router._stream_of",
     # The connections to the job's store, which a later Runtime reuses and others may still need.
     "pyruntime.comm.rendezvous._connect",
     "pyruntime.comm.rendezvous._generation",

@@ -549,6 +549,14 @@ at::Tensor& addmm_in_float(const at::Tensor& self, const at::Tensor& a, const at
   return out;
 }
 
+// As on a GPU that multiplies bf16 in one launch, and other dtypes by torch's composition, for which the host
+// reads the ends of groups.
+void grouped_mm(const c10::OperatorHandle& op, Stack* stack) {
+  const at::Tensor& rows = (*stack)[stack->size() - op.schema().arguments().size()].toTensor();
+  if (rows.scalar_type() == at::kBFloat16) return run_later(op, stack);
+  op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_later>());
 }
@@ -570,9 +578,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", TORCH_FN(at::native::unfold));
   m.impl("native_dropout", TORCH_FN(native_dropout));
   m.impl("addmm.dtype_out", TORCH_FN(addmm_in_float));
-  // Not by torch's composition of other operators, for which the host reads the ends of groups.
-  m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&run_later>());
-  // Nor this one, whose statistics are of the input's dtype.
+  m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&grouped_mm>());
+  // Not by torch's composition of other operators, whose statistics are of the input's dtype.
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&run_later>());
 }
 

@@ -104,7 +104,10 @@ class GradientReducer:
         launch: Launch = launch,
     ):
         self._reduce_dtype, self._launch = reduce_dtype, launch
-        self._axes = list(dict.fromkeys(map(_axes_of, buckets)))
+        # A launch that compresses may take the bucket's own.
+        self._axes = list(
+            dict.fromkeys(axes for bucket in buckets for axes in (bucket.axes, _axes_of(bucket)))
+        )
         self._before_leaving, self._on_reduced = before_leaving, on_reduced
         self._inboxes = [_Inbox(bucket) for bucket in buckets]
         self._place_of: dict[int, tuple[int, int]] = {}

@@ -11,6 +11,7 @@ from torch import nn
 
 import pyruntime
 from pyruntime.comm import Runtime
+from pyruntime.data_parallel.weight_gathers import LATER
 from tests.cuda import build as kernels
 from tests.data_parallel import cases
 from tests.data_parallel.test_ahead import BUCKET, NO_CLIPPING, Watch, barrier, states_of
@@ -78,6 +79,11 @@ def usual(runtime, stage):
     ahead, taken_back, waits = check(runtime, stage, max_norm=NO_CLIPPING, nonfinite="skip")
     assert (ahead > 8 * (STEPS - 3)) == (stage < 3) and taken_back == 0
     assert waits <= 2 + 2 * (stage == 3)  # for the norm, and for the marks
+    _, handle, _ = made(runtime, stage)
+    buckets = len(handle._weights)
+    handle.close()
+    # Of the four behind the first LATER, two leave in the forward pass.
+    assert LATER == 3 and ahead <= (buckets - 2) * (STEPS - 1)
 
 
 def other_parameters(runtime, stage):

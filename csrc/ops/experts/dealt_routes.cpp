@@ -62,8 +62,9 @@ double share_of_rows(int64_t experts, int64_t ranks, int64_t k) {
   return 1 - to_others;
 }
 
-bool deals_share(double share, int64_t ranks_of_rail) {
-  return ranks_of_rail == 1 ? share < 0.9 : share * static_cast<double>(ranks_of_rail) < 1;
+bool deals_share(double share, int64_t ranks_of_rail, bool under_other_work) {
+  return ranks_of_rail == 1 ? share < (under_other_work ? 0.5 : 0.9)
+                            : share * static_cast<double>(ranks_of_rail) < 1;
 }
 
 DealtRoutes::DealtRoutes(const at::Tensor& table, int rank, int ranks, int64_t experts)

@@ -21,8 +21,9 @@ namespace pyruntime {
 // one is among the ceil(E / P) of a rank, u = 1 - C(E - E / P, k) / C(E, k).
 double share_of_rows(int64_t experts, int64_t ranks, int64_t k);
 // Whether rows of which each rank needs such a share are dealt: on one host below 0.9, as a gather copies no
-// row to where it leaves. On rails only if no more rows cross between hosts than in a gather.
-bool deals_share(double share, int64_t ranks_of_rail);
+// row to where it leaves; below a half if their way is under other work, where copies cost more than bytes.
+// On rails only if no more rows cross between hosts than in a gather.
+bool deals_share(double share, int64_t ranks_of_rail, bool under_other_work = false);
 
 class DealtRoutes {
  public:

@@ -123,7 +123,8 @@ bool deals(const ExpertOptions& options, c10::Device device, at::ScalarType of_s
   if (!can || tier_named(options.tier).tier == Tier::kUnfused) return false;
   const Transport& transport = group.transport(device);
   return transport.why_not_deal().empty() &&
-         deals_share(share_of_rows(options.experts, group.world_size(), k), transport.ranks_of_rail());
+         deals_share(share_of_rows(options.experts, group.world_size(), k), transport.ranks_of_rail(),
+                     options.under_other_work);
 }
 
 // Each row times its weight.
