@@ -1,4 +1,4 @@
-"""Types of the C++ core (csrc/bindings.cpp). Written by tools/make_stub.py; not edited by hand."""
+"""Types of the C++ core (csrc/bindings). Written by tools/make_stub.py; not edited by hand."""
 
 import collections.abc
 

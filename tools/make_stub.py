@@ -17,7 +17,7 @@ from mypy import stubgen
 
 ROOT = Path(__file__).resolve().parent.parent
 STUB = ROOT / "pyruntime" / "_C.pyi"
-HEAD = '"""Types of the C++ core (csrc/bindings.cpp). Written by tools/make_stub.py; not edited by hand."""\n'
+HEAD = '"""Types of the C++ core (csrc/bindings). Written by tools/make_stub.py; not edited by hand."""\n'
 # pybind11's names of numbers, a class that torch has moved, and a std::string that also takes bytes.
 SIMPLER = {
     r"typing\.Supports(Int|Float) \| typing\.SupportsIndex": lambda found: found[1].lower(),

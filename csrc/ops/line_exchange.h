@@ -133,7 +133,7 @@ class LineDeal {
   LineDeal(const std::string& group, DealtRows counts, int64_t width, c10::ScalarType dtype,
            c10::Device device);
 
-  // Where this rank writes its lines before publish(), by receiver, [lines, width].
+  // The memory for this rank's lines, by receiver, [lines, width]; to be written before publish().
   at::Tensor leaving() { return flight_->leaving().select(0, 0); }
   void publish() { flight_->publish(); }
   // Waits for the lines that come to this rank and returns them in the transport's memory, by sender, [lines,

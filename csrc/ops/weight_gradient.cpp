@@ -124,7 +124,7 @@ at::Tensor stack_gradient(const at::Tensor& stack, const at::Tensor& dy, const a
     return {};
   }
   if (multiplies_groups(stack)) {
-    const at::Tensor term = gradients_of_groups(dy, x, ends);
+    const at::Tensor term = gradients_of_groups(dy, x, ends_on(dy.device(), ends));
     return sum.defined() ? sum.add_(term) : term;
   }
   const at::Tensor out = sum.defined() ? sum : at::empty(stack.sizes(), stack.options());

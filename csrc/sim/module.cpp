@@ -74,7 +74,7 @@ void bind_clock(pybind11::module& m) {
   m.def("set_integers_of", [](std::vector<int64_t> sizes, int64_t value) {
     Clock::instance().set_integers_of(std::move(sizes), value);
   });
-  m.def("set_integers_below", [](int64_t below) { Clock::instance().set_integers_below(below); });
+  m.def("set_experts", [](int64_t experts) { Clock::instance().set_experts(experts); });
   m.def("keep_spans", [](bool keep) { Clock::instance().keep_spans(keep); });
   m.def("take_spans", &take_spans);
   // Seconds at which the last of so many bytes has left, on a link that a stream shares with all others.

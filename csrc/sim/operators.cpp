@@ -426,7 +426,7 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
 }
 
 // The host is given zeros for losses, norms and flags. Of integers it computes shapes, so they are what a
-// launch has written to `from`, or those of the clock, or refused.
+// launch has written to `from`, or what the clock was told for their sizes, or refused.
 void fill_for_host(const at::Tensor& tensor, const void* from) {
   const bool is_flag = tensor.scalar_type() == at::kByte || tensor.scalar_type() == at::kBool;
   if (is_flag || !at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false)) {
@@ -438,15 +438,11 @@ void fill_for_host(const at::Tensor& tensor, const void* from) {
     tensor.copy_(at::tensor(written, at::kLong).view(tensor.sizes()));
     return;
   }
-  if (const auto value = Clock::instance().integers_of(tensor.sizes().vec())) {
-    tensor.fill_(*value);
-    return;
-  }
-  const int64_t below = Clock::instance().integers_below();
-  TORCH_CHECK_NOT_IMPLEMENTED(below > 0, "The host reads integers of a device, shape ", tensor.sizes(),
+  const auto value = Clock::instance().integers_of(tensor.sizes().vec());
+  TORCH_CHECK_NOT_IMPLEMENTED(value, "The host reads integers of a device, shape ", tensor.sizes(),
                               ", and in virtual time no values are computed; tell it what it asks for, as "
                               "`rows` of an op.");
-  tensor.copy_(at::arange(tensor.numel(), at::kLong).remainder(below).view(tensor.sizes()));
+  tensor.fill_(*value);
 }
 
 at::Tensor copy_in_virtual_time(const at::Tensor& self, const at::Tensor& dst, const char* name,

@@ -233,7 +233,7 @@ def _tell_routes(core: Any, run: ResolvedRun, runtime: Runtime) -> None:
     mixture = run.shape.mixture
     if mixture is None:
         return
-    core.set_integers_below(mixture.experts)
+    core.set_experts(mixture.experts)
     ranks = run.mesh.ep or run.mesh.tp
     rows = run.config.train.micro_batch_size * min(run.slices) / run.mesh.tp / slices_of(run, runtime)
     share = share_of_rows(mixture.experts, ranks, mixture.per_token)

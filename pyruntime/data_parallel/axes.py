@@ -193,10 +193,15 @@ class Axes:
     def of_gradients(self) -> tuple[FlightAxis, FlightAxis]:
         return self.shard, self.replicate
 
+    @property
+    def of_all_gradients(self) -> tuple[FlightAxis, ...]:
+        """Those of small parameters too."""
+        return self.of_gradients if self.small is None else (*self.of_gradients, *self.small.of_gradients)
+
     def note_failed_pass(self, of_weights: bool = False) -> None:
         """Notes that this rank has left a forward or backward pass by an exception. Its flights (of_weights:
         weights' too), and those of ranks that have left none, then raise ValueError, on all ranks."""
-        for axis in (self.shard, self.replicate, *((self.weights,) if of_weights else ())):
+        for axis in (*self.of_all_gradients, *((self.weights,) if of_weights else ())):
             if axis.size > 1:
                 _C.note_failed_pass(axis.name)
 
@@ -237,7 +242,7 @@ def _own_group(parameter: Tensor) -> TensorGroup | None:
 
 def flight_axes(every: Iterable[Axes]) -> list[FlightAxis]:
     """Returns the axes over which gradients are summed, each once and in the same order on all ranks."""
-    return list(dict.fromkeys(axis for axes in every for axis in axes.of_gradients))
+    return list(dict.fromkeys(axis for axes in every for axis in axes.of_all_gradients))
 
 
 def axes_of(mesh: DeviceMesh | None, stage: int) -> Axes:

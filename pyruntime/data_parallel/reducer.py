@@ -79,7 +79,7 @@ class _Inbox:
 
 
 def _axes_of(bucket: Bucket) -> Axes:
-    """Returns the axes over which a bucket's gradient is summed."""
+    """Returns the axes over which a bucket's gradient is summed, unless it is compressed."""
     return bucket.axes if bucket.is_matrix or bucket.axes.small is None else bucket.axes.small
 
 
@@ -104,10 +104,7 @@ class GradientReducer:
         launch: Launch = launch,
     ):
         self._reduce_dtype, self._launch = reduce_dtype, launch
-        # A launch that compresses may take the bucket's own.
-        self._axes = list(
-            dict.fromkeys(axes for bucket in buckets for axes in (bucket.axes, _axes_of(bucket)))
-        )
+        self._axes = list(dict.fromkeys(bucket.axes for bucket in buckets))
         self._before_leaving, self._on_reduced = before_leaving, on_reduced
         self._inboxes = [_Inbox(bucket) for bucket in buckets]
         self._place_of: dict[int, tuple[int, int]] = {}

@@ -30,10 +30,10 @@ from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.nn import VocabParallelEmbedding
 
-LATER = 3
-"""On devices one of so many buckets is sent during the backward pass, evenly among them, besides as many that
-the forward pass reads first. A backward pass takes twice as long as a forward pass, and gradients are as many
-bytes as weights: so the links have as much to do in both."""
+AHEAD_ONE_OF = 3
+"""On devices one of so many buckets is sent ahead, during the backward pass: evenly among them, besides as
+many that the forward pass reads first. A backward pass takes twice as long as a forward pass, and gradients
+are as many bytes as weights: so the links have as much to do in both."""
 
 
 def _reads_again(module: nn.Module) -> bool:
@@ -226,7 +226,7 @@ class GatherAhead(Gatherer):
     Ahead, CPU ranks begin a gather when an earlier one has arrived, each at its own moment. Arrivals on a
     device are known to its streams alone, so there all ranks begin a gather as soon as it is shown; what is
     too many under way is completed in the order of the stream. A device shows only some: gradients need the
-    links during the backward pass, and the forward pass needs them for nothing else (`LATER`)."""
+    links during the backward pass, and the forward pass needs them for nothing else (`AHEAD_ONE_OF`)."""
 
     def __init__(self, model: nn.Module, weights: Sequence[BucketWeights], shard: FlightAxis):
         super().__init__(model, weights, shard)
@@ -287,7 +287,9 @@ class GatherAhead(Gatherer):
     def _agree(self) -> None:
         super()._agree()
         if not self._sees_arrivals:
-            self._later = {each for number, each in enumerate(self._order[LATER:]) if number % LATER}
+            self._later = {
+                each for number, each in enumerate(self._order[AHEAD_ONE_OF:]) if number % AHEAD_ONE_OF
+            }
         # A slot whose memory is too small grows collectively, but from now on ranks begin gathers at
         # different moments. So every slot gets its memory here, with what a chunk's alignment may add.
         most = max(each.bucket.nbytes for each in self._weights)

@@ -66,10 +66,11 @@ def experts(
     On CPUs chunks with few rows for each expert are joined; on one host all are, as nothing need be hidden.
 
     On devices a row goes only to the ranks that have one of its experts, once to each, and one sum returns
-    from each: if a rank needs less than 0.9 of all rows, which where all experts are as likely are
-    u = 1 - C(E - E_r, k) / C(E, k), and on rails of L ranks a host if u L < 1, so that no more rows cross
-    between hosts. Then the host waits for the numbers of rows that ranks send to each other. Tier "unfused"
-    gathers all rows, and so does fp64; all ranks must name it or none.
+    from each: if a rank needs less than 0.9 of all rows (in causal slices, whose rows travel under other
+    work, 0.5), which where all experts are as likely are u = 1 - C(E - E_r, k) / C(E, k), and on rails of L
+    ranks a host if u L < 1, so that no more rows cross between hosts. Then the host waits for the numbers
+    of rows that ranks send to each other. Tier "unfused" gathers all rows, and so does fp64; all ranks must
+    name it or none.
 
     Sums run in fp32, over a rank's experts in order, then over ranks in order; each part that travels is
     rounded once. No row is dropped, and every rank may get any number of them.

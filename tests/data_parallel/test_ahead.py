@@ -12,6 +12,8 @@ import torch
 import pyruntime
 from pyruntime.data_parallel import NonFiniteGradient, ShardedAdamW, reducer
 from pyruntime.data_parallel.bucket_weights import BucketWeights
+from pyruntime.data_parallel.weight_gathers import AHEAD_ONE_OF
+from pyruntime.plan.step import SENT_AHEAD
 from tests.data_parallel import cases
 from tests.transports import TRANSPORTS, on_transport, take
 
@@ -235,3 +237,7 @@ def test_two_models_of_one_group_train_as_one_after_the_other(ranks, transport):
         found = [ranks.run(on_transport, 2, transport, taking_turns, apart)[rank] for apart in (True, False)]
         for apart, mixed in zip(*found, strict=True):
             assert all(torch.equal(mixed[name], tensor) for name, tensor in apart.items())
+
+
+def test_the_planner_knows_how_many_weights_leave_ahead_on_devices():
+    assert SENT_AHEAD == 1 / AHEAD_ONE_OF

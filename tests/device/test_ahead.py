@@ -11,7 +11,7 @@ from torch import nn
 
 import pyruntime
 from pyruntime.comm import Runtime
-from pyruntime.data_parallel.weight_gathers import LATER
+from pyruntime.data_parallel.weight_gathers import AHEAD_ONE_OF
 from tests.cuda import build as kernels
 from tests.data_parallel import cases
 from tests.data_parallel.test_ahead import BUCKET, NO_CLIPPING, Watch, barrier, states_of
@@ -82,8 +82,8 @@ def usual(runtime, stage):
     _, handle, _ = made(runtime, stage)
     buckets = len(handle._weights)
     handle.close()
-    # Of the four behind the first LATER, two leave in the forward pass.
-    assert LATER == 3 and ahead <= (buckets - 2) * (STEPS - 1)
+    # Of the four behind the first three, two leave in the forward pass.
+    assert AHEAD_ONE_OF == 3 and ahead <= (buckets - 2) * (STEPS - 1)
 
 
 def other_parameters(runtime, stage):

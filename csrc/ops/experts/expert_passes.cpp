@@ -48,7 +48,7 @@ ExpertGemms::ExpertGemms(const at::Tensor& matrices, bool transposed, const Expe
 }
 
 at::Tensor ExpertGemms::multiply(const Share& share, const at::Tensor& rows, const Memory& out) {
-  if (at_once_) return multiply_groups(rows, matrices_, transposed_, routed_.ends());
+  if (at_once_) return multiply_groups(rows, matrices_, transposed_, routed_.ends_on_device());
   const at::Tensor all = out();
   for_each_expert(routed_, share, [&](int64_t expert, const ExpertRows::Run& own) {
     write(expert, own.of(all), own.of(rows));

@@ -49,7 +49,8 @@ class ExpertGemms {
   ExpertGemms(const at::Tensor& matrices, bool transposed, const ExpertRows& routed,
               const at::Tensor& biases = {});
 
-  // Of the share's rows, in `out`; where one launch multiplies for all experts, in memory of its own.
+  // Returns the products of the share's rows: in `out`, or if one launch multiplies for all experts, in
+  // memory of its own.
   at::Tensor multiply(const Share& share, const at::Tensor& rows, const Memory& out);
 
  private:

@@ -64,6 +64,11 @@ const std::vector<int64_t>& ExpertRows::begins() const {
   return begins_;
 }
 
+const at::Tensor& ExpertRows::ends_on_device() const {
+  if (!ends_on_device_.defined()) ends_on_device_ = ends_on(rows_.device(), ends());
+  return ends_on_device_;
+}
+
 void ExpertRows::sort_on_host(const at::Tensor& table, int64_t first) {
   const int64_t rows = table.size(0), slots = table.size(1) / 2;
   const at::Tensor experts = table.narrow(1, 0, slots).to(at::kCPU, at::kLong).contiguous();

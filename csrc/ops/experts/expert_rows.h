@@ -19,6 +19,7 @@
 
 #include "core/chunk_plan.h"
 #include "ops/experts/sorted_places.h"
+#include "ops/gemm/groups.h"
 
 namespace pyruntime {
 
@@ -41,7 +42,9 @@ class ExpertRows {
   // All places.
   int64_t size() const { return begins().back(); }
   // The end of each expert's places, for the experts of this rank.
-  std::vector<int64_t> ends() const { return {begins().begin() + 1, begins().end()}; }
+  Ends ends() const { return {begins().begin() + 1, begins().end()}; }
+  // The same for products of all experts in one launch (ops/gemm/groups.h).
+  const at::Tensor& ends_on_device() const;
   // The places of all experts.
   Run all() const { return {0, size()}; }
   // All rows of an expert of this rank, counted from 0; those of a chunk; all its places.
@@ -79,6 +82,7 @@ class ExpertRows {
   std::optional<SortedPlaces> sorted_;   // by kernels
   at::Tensor counts_on_host_;            // counts_ on its way to the host, until `is_here_`
   std::unique_ptr<c10::Event> is_here_;
+  mutable at::Tensor ends_on_device_;  // undefined: not asked for yet
   // By the host: the places in that order that hold row r of all ranks are of_row_[row_begins_[r]] up to
   // row_begins_[r + 1].
   at::Tensor row_begins_, of_row_;

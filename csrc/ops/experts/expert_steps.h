@@ -81,7 +81,7 @@ class ExpertsForward {
   void take_table();
   // Gating of what gate_up makes of a share's rows, [share.run.count, F].
   at::Tensor products_of(const Share& share);
-  // What the experts make of these, [share.run.count, D].
+  // Returns what the experts make of `products`, [share.run.count, D].
   at::Tensor outputs_of(const Share& share, const at::Tensor& products, const Memory& memory);
   const at::Tensor& hidden_memory();
 
@@ -122,7 +122,7 @@ class ExpertsBackward {
  private:
   // Returns the gradients of what gate_up made of a share's rows, [share.run.count, 2F].
   at::Tensor take(const Share& share);
-  // What the experts make of these, the gradients of their rows.
+  // Returns the gradients of the experts' rows, [share.run.count, D], from those of gate_up's results.
   at::Tensor inputs_of(const Share& share, const at::Tensor& dhidden, const Memory& memory);
   void finish_rows();
   void set_weights(const Share& share, const at::Tensor& dots);
@@ -142,13 +142,13 @@ class ExpertsBackward {
   std::optional<ExpertGemms> through_down_, through_up_;
   at::Tensor hidden_, of_outputs_;
   at::Tensor dp_;  // [rows * k]
-  // Of all places, where a matrix's gradient or a later step reads them; else undefined.
+  // Rows of all places, for a matrix's gradient or a later step; undefined if neither reads them.
   at::Tensor dy_rows_, products_, dhidden_, x_rows_;
   std::optional<SumsOfRanks> sums_;
   std::optional<MatmulScatter> scatter_of_weights_;
 };
 
-// Where the rows of that table go if each goes only to ranks that need it; null if all ranks get them.
+// Returns the ways of the table's rows if each goes only to ranks that need it; null if all ranks get them.
 std::shared_ptr<DealtRoutes> dealt_by(const at::Tensor& table, const ExpertOptions& options);
 // The routed rows of a table [rows, 2k] of all ranks, for this rank's experts with these matrices.
 std::shared_ptr<const ExpertRows> routed_by(const at::Tensor& table, const ExpertOptions& options,

@@ -25,6 +25,11 @@ constexpr const char* kOp = "experts";
 
 // --- kernels
 
+ExpertOptions options_of(c10::string_view group, int64_t experts, bool cut, c10::string_view tier,
+                         bool transposed, bool scales_input, const layers::Gating& gating) {
+  return {std::string(group), experts, cut, std::string(tier), transposed, scales_input, gating};
+}
+
 // Returns {y, table, hidden, kept}: this rank's rows of the result; for the backward the experts and weights
 // of all ranks' rows [rows, 2k], gate_up's results [routed, 2F], and between hosts the routed rows of x
 // [routed, D]. Without `keep_inputs` the latter is [0].
@@ -36,13 +41,8 @@ Tensors experts(const at::Tensor& x_shard, const at::Tensor& ids, const at::Tens
                 double shift, bool keep_inputs) {
   const ExpertParameters parameters{gate_up, down, gate_up_bias.value_or(at::Tensor()),
                                     down_bias.value_or(at::Tensor())};
-  const ExpertOptions options{std::string(group),
-                              experts,
-                              cut,
-                              std::string(tier),
-                              transposed,
-                              scales_input,
-                              {alpha, limit, shift, interleaved}};
+  const ExpertOptions options =
+      options_of(group, experts, cut, tier, transposed, scales_input, {alpha, limit, shift, interleaved});
   ExpertsForward forward(options, parameters, x_shard, ids, weights, rows.expect_int());
   forward.multiply(keep_inputs);
   forward.scatter();
@@ -58,13 +58,8 @@ Tensors experts_backward(const at::Tensor& grad, const at::Tensor& x_shard, cons
                          c10::string_view group, int64_t experts, bool cut, c10::string_view tier,
                          bool transposed, bool interleaved, bool scales_input, double alpha, double limit,
                          double shift, bool need_gate_up, bool need_down) {
-  const ExpertOptions options{std::string(group),
-                              experts,
-                              cut,
-                              std::string(tier),
-                              transposed,
-                              scales_input,
-                              {alpha, limit, shift, interleaved}};
+  const ExpertOptions options =
+      options_of(group, experts, cut, tier, transposed, scales_input, {alpha, limit, shift, interleaved});
   const c10::DeviceGuard on(grad.device());
   const std::shared_ptr<DealtRoutes> dealt = dealt_by(table, options);
   ExpertsBackward backward(options, grad, x_shard, routed_by(table, options, gate_up), dealt, table.size(0),

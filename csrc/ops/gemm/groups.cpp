@@ -37,21 +37,11 @@ bool has_grouped_gemm(c10::DeviceType type) {
   return library != nullptr && library->sm90_is_on_device != nullptr && library->sm90_is_on_device() == 0;
 }
 
-namespace {
-
-at::Tensor on_device(const Ends& ends, c10::Device device) {
-  const auto of_host = at::TensorOptions().dtype(at::kInt).pinned_memory(!device.is_cpu());
-  const at::Tensor here = at::empty({static_cast<int64_t>(ends.size())}, of_host);
-  std::copy(ends.begin(), ends.end(), here.mutable_data_ptr<int32_t>());
-  return here.to(device, /*non_blocking=*/true);
-}
-
-}  // namespace
-
 bool multiplies_groups(const at::Tensor& matrices) {
-  const auto begin_aligned = [&](int64_t width) { return width % (16 / matrices.element_size()) == 0; };
-  return matrices.scalar_type() == at::kBFloat16 && matrices.is_contiguous() &&
-         begin_aligned(matrices.size(1)) && begin_aligned(matrices.size(2)) &&
+  const auto is_aligned = [](uintptr_t bytes) { return bytes % 16 == 0; };
+  const auto row = [&](int64_t dim) { return static_cast<uintptr_t>(matrices.size(dim) * 2); };
+  return matrices.scalar_type() == at::kBFloat16 && matrices.is_contiguous() && is_aligned(row(1)) &&
+         is_aligned(row(2)) && is_aligned(reinterpret_cast<uintptr_t>(matrices.const_data_ptr())) &&
          has_grouped_gemm(matrices.device().type());
 }
 
@@ -64,16 +54,21 @@ void set_multiplies_groups(c10::DeviceType type, std::optional<bool> multiplies)
   }
 }
 
-at::Tensor multiply_groups(const at::Tensor& rows, const at::Tensor& matrices, bool transposed,
-                           const Ends& ends) {
-  return at::_grouped_mm(rows, transposed ? matrices.transpose(1, 2) : matrices,
-                         on_device(ends, rows.device()));
+at::Tensor ends_on(c10::Device device, const Ends& ends) {
+  const auto of_host = at::TensorOptions().dtype(at::kInt).pinned_memory(true);
+  const at::Tensor here = at::empty({static_cast<int64_t>(ends.size())}, of_host);
+  std::copy(ends.begin(), ends.end(), here.mutable_data_ptr<int32_t>());
+  return here.to(device, /*non_blocking=*/true);
 }
 
-at::Tensor gradients_of_groups(const at::Tensor& dy, const at::Tensor& x, const Ends& ends) {
-  if (x.size(0) == 0)
-    return at::zeros({static_cast<int64_t>(ends.size()), dy.size(1), x.size(1)}, x.options());
-  return at::_grouped_mm(dy.t(), x, on_device(ends, dy.device()));
+at::Tensor multiply_groups(const at::Tensor& rows, const at::Tensor& matrices, bool transposed,
+                           const at::Tensor& ends) {
+  return at::_grouped_mm(rows, transposed ? matrices.transpose(1, 2) : matrices, ends);
+}
+
+at::Tensor gradients_of_groups(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& ends) {
+  if (x.size(0) == 0) return at::zeros({ends.size(0), dy.size(1), x.size(1)}, x.options());
+  return at::_grouped_mm(dy.t(), x, ends);
 }
 
 }  // namespace pyruntime

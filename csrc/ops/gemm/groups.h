@@ -23,11 +23,13 @@ bool multiplies_groups(const at::Tensor& matrices);
 // Sets it for devices of that type, whatever they are; nothing: as above. For tests.
 void set_multiplies_groups(c10::DeviceType type, std::optional<bool> multiplies);
 
-// Row i @ matrix^T if `transposed`, else @ matrix, with the matrix whose rows it is among. Rows from the last
-// end on are not written.
+// The ends as the functions below take them, int32 on the device; the host does not wait.
+at::Tensor ends_on(c10::Device device, const Ends& ends);
+// Multiplies row i by the matrix whose rows it is among: row @ matrix^T if `transposed`, else row @ matrix.
+// Rows from the last end on are not written.
 at::Tensor multiply_groups(const at::Tensor& rows, const at::Tensor& matrices, bool transposed,
-                           const Ends& ends);
-// dy^T @ x over the rows of each, [G, N, K]; zero for one without rows. dy [rows, N], x [rows, K].
-at::Tensor gradients_of_groups(const at::Tensor& dy, const at::Tensor& x, const Ends& ends);
+                           const at::Tensor& ends);
+// Returns dy^T @ x over the rows of each, [G, N, K]; zero for one without rows. dy [rows, N], x [rows, K].
+at::Tensor gradients_of_groups(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& ends);
 
 }  // namespace pyruntime

@@ -1,4 +1,4 @@
-// What operators in steps share: the tensor between two steps, and what autograd's functions hold.
+// Operators in steps share the tensor between two steps, and the access to what autograd's functions hold.
 #pragma once
 
 #include <ATen/core/Tensor.h>

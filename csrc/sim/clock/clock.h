@@ -62,15 +62,14 @@ class Clock {
   // The place that is written down with spans from now on: a module's name, set by Python.
   void set_place(std::string place);
   std::string place();
-  // The host reads integers of a device as 0, 1, ... below - 1, and again, place by place; with 0 it may read
-  // none.
-  void set_integers_below(int64_t below) { integers_below_ = below; }
-  int64_t integers_below() const { return integers_below_; }
-  // What a launch writes to that address of a device: the host reads it from there once.
+  // The experts of a layer, over which routers spread rows evenly.
+  void set_experts(int64_t experts) { experts_ = experts; }
+  int64_t experts() const { return experts_; }
+  // Integers of a device that the host may read: what a launch writes to that address, once;
   void write_numbers(const void* at, std::vector<int64_t> numbers);
-  // Those numbers; none if no launch has written there.
+  // none if no launch has written there;
   std::vector<int64_t> take_numbers(const void* at);
-  // Except integers of these sizes, which all are `value`.
+  // and integers of these sizes, which all are `value`.
   void set_integers_of(std::vector<int64_t> sizes, int64_t value) { integers_of_[std::move(sizes)] = value; }
   std::optional<int64_t> integers_of(const std::vector<int64_t>& sizes) const {
     const auto found = integers_of_.find(sizes);
@@ -97,7 +96,7 @@ class Clock {
   std::map<std::string, std::map<double, double>> links_;  // when they are busy, from begin to end
   std::string place_;
   bool keeps_ = false;
-  int64_t integers_below_ = 0;
+  int64_t experts_ = 0;
   std::map<const void*, std::vector<int64_t>> numbers_written_;
   std::map<std::vector<int64_t>, int64_t> integers_of_;
   std::vector<Span> spans_;

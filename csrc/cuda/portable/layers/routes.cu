@@ -37,7 +37,7 @@ PYRUNTIME_DEVICE int group_of(const PyruntimeRoutes& routes, int place) {
   return group;
 }
 
-// Of this block. All places are below 2^31.
+// The first place of this block; all places are below 2^31.
 PYRUNTIME_DEVICE int first_place() {
   return static_cast<int>(blockIdx.x) * kPlaces;
 }

@@ -1,15 +1,12 @@
-// The only C++ file that knows Python: one register call per domain, and the exceptions' Python types.
-#include <ATen/ops/empty.h>
+// Groups, messages, tiers, the ledger and traffic, and the exceptions' Python types.
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 
-#include <malloc.h>
 #include <map>
 #include <string>
 #include <tuple>
 
+#include "bindings/bindings.h"
 #include "core/arbiter.h"
 #include "core/deadline.h"
 #include "core/error.h"
@@ -21,45 +18,17 @@
 #include "core/ledger/ledger.h"
 #include "core/ledger/peer_figures.h"
 #include "core/ledger/stream_clock.h"
-#include "cpu/compression/fp8.h"
-#include "cpu/compression/knapsack.h"
-#include "cpu/compression/quantize.h"
-#include "cpu/compression/top_k.h"
 #include "cpu/symmetric_memory.h"
-#include "ops/device/device_compression.h"
-#include "ops/experts/dealt_routes.h"
-#include "ops/gemm/gemm.h"
-#include "ops/gemm/gemm_rule.h"
-#include "ops/line_exchange.h"
-#include "ops/newton_schulz.h"
-#include "ops/operators.h"
 #include "ops/tier/route.h"
 #include "ops/tier/tuned.h"
-#include "ops/weight_gradient.h"
 #include "symm_mem/operators.h"
 #include "transport/device/hosts/pairs.h"
 #include "transport/device/library.h"
 #include "transport/group.h"
 #include "transport/inside.h"
 
-TORCH_LIBRARY(pyruntime, library) {
-  pyruntime::register_column_linears(library);
-  pyruntime::register_row_linears(library);
-  pyruntime::register_sliced_linears(library);
-  pyruntime::register_collectives(library);
-  pyruntime::register_linear(library);
-  pyruntime::register_linear_cross_entropy(library);
-  pyruntime::register_device_adamw(library);
-  pyruntime::register_device_layers(library);
-  pyruntime::register_experts(library);
-  pyruntime::register_sliced_experts(library);
-}
-
 namespace pyruntime {
 namespace {
-
-namespace py = pybind11;
-using NoGil = py::call_guard<py::gil_scoped_release>;
 
 // Releases the GIL where a group is looked up: the holder of the registry's lock may wait for the GIL.
 template <typename Function>
@@ -311,6 +280,8 @@ void bind_messages(py::module_& m) {
                });
 }
 
+}  // namespace
+
 void bind_comm(py::module_& m) {
   py::class_<CommStats>(m, "CommStats", "Cumulative figures of one group on this rank.")
       .def_readonly("ops", &CommStats::ops, "flights begun")
@@ -429,197 +400,4 @@ void bind_comm(py::module_& m) {
   bind_stream_clock(m);
 }
 
-// Chunks as Python sees them: (first line, number of lines).
-py::list pairs_of(const std::vector<Chunk>& chunks) {
-  py::list result;
-  for (const Chunk& chunk : chunks) result.append(py::make_tuple(chunk.begin, chunk.rows));
-  return result;
-}
-
-std::vector<Chunk> lines_of(const std::vector<JoinedChunk>& chunks) {
-  std::vector<Chunk> result;
-  for (const JoinedChunk& chunk : chunks) result.push_back(chunk.lines);
-  return result;
-}
-
-void bind_data_parallel(py::module_& m) {
-  py::class_<LineScatter>(m, "LineScatter", "A reduce-scatter or all-reduce of [lines, width] under way.")
-      .def(py::init<const std::string&, int64_t, int64_t, at::ScalarType, const std::string&, bool,
-                    const std::optional<std::vector<int64_t>>&>(),
-           py::arg("group"), py::arg("lines"), py::arg("width"), py::arg("dtype"), py::arg("device"),
-           py::arg("all"), py::arg("some") = py::none(), NoGil())
-      .def_static(
-          "can_send_some",
-          [](const std::string& group, const std::string& device) {
-            return LineScatter::can_send_some(group, device);
-          },
-          py::arg("group"), py::arg("device"), NoGil())
-      .def("chunks", [](const LineScatter& scatter) { return pairs_of(lines_of(scatter.chunks())); })
-      .def("part", &LineScatter::part, NoGil())
-      .def("publish", &LineScatter::publish, NoGil())
-      .def("parts_have_come", &LineScatter::parts_have_come)
-      .def("reduce", &LineScatter::reduce, NoGil())
-      .def("sums_have_come", &LineScatter::sums_have_come)
-      .def("finish", &LineScatter::finish, NoGil());
-  py::class_<LineGather>(m, "LineGather", "An all-gather of [lines, width] under way.")
-      .def(py::init<const std::string&, int64_t, int64_t, at::ScalarType, const std::string&>(),
-           py::arg("group"), py::arg("lines"), py::arg("width"), py::arg("dtype"), py::arg("device"), NoGil())
-      .def("own_chunks", [](const LineGather& gather) { return pairs_of(gather.own_chunks()); })
-      .def("own", &LineGather::own, NoGil())
-      .def("publish", &LineGather::publish, NoGil())
-      .def("chunks", [](const LineGather& gather) { return pairs_of(lines_of(gather.chunks())); })
-      .def("chunk", &LineGather::chunk, NoGil())
-      .def("has_come", &LineGather::has_come)
-      .def("finish", &LineGather::finish, NoGil());
-  py::class_<LineSend>(m, "LineSend", "Lines [lines, width] on their way from one rank to the others.")
-      .def(py::init<const std::string&, int64_t, int64_t, at::ScalarType, const std::string&, int, int64_t>(),
-           py::arg("group"), py::arg("lines"), py::arg("width"), py::arg("dtype"), py::arg("device"),
-           py::arg("source"), py::arg("agreement") = 0, NoGil())
-      .def("memory", &LineSend::memory, NoGil())
-      .def("publish", &LineSend::publish, NoGil())
-      .def("wait", &LineSend::wait, NoGil())
-      .def("has_come", &LineSend::has_come)
-      .def("finish", &LineSend::finish, NoGil())
-      .def("abandon", &LineSend::abandon, NoGil());
-  m.def("share_of_rows", &share_of_rows, py::arg("experts"), py::arg("ranks"), py::arg("k"),
-        "The share of all ranks' rows that a rank of experts needs, if all experts are as likely.");
-  m.def(
-      "deals_share", [](double share, int64_t ranks_of_rail) { return deals_share(share, ranks_of_rail); },
-      py::arg("share"), py::arg("ranks_of_rail"),
-      "Whether rows of which each rank needs such a share go only to the ranks that need them, on devices.");
-  py::class_<LineDeal>(m, "LineDeal", "Lines [lines, width] on their way from each rank to each.")
-      .def(py::init([](const std::string& group, std::vector<int64_t> counts, int64_t width,
-                       at::ScalarType dtype, const std::string& device) {
-             const int ranks = Group::get(group).world_size();
-             return std::make_unique<LineDeal>(group, DealtRows(std::move(counts), ranks), width, dtype,
-                                               c10::Device(device));
-           }),
-           py::arg("group"), py::arg("counts"), py::arg("width"), py::arg("dtype"), py::arg("device"),
-           NoGil())
-      .def("leaving", &LineDeal::leaving, NoGil())
-      .def("publish", &LineDeal::publish, NoGil())
-      .def("arrived", &LineDeal::arrived, NoGil())
-      .def("finish", &LineDeal::finish, NoGil());
-  // The sink is called in backward(), without the GIL.
-  m.def(
-      "set_weight_gradient_sink",
-      [](const at::Tensor& weight, const py::object& sink, bool keeps) {
-        if (sink.is_none()) return set_weight_gradient_sink(weight, {}, keeps);
-        // Destroyed with the GIL, wherever the last copy ends.
-        const std::shared_ptr<py::object> shared(new py::object(sink), [](py::object* object) {
-          const py::gil_scoped_acquire gil;
-          delete object;
-        });
-        const auto take = [shared](const at::Tensor& dy, const at::Tensor& x, bool later, const Ends& ends) {
-          const py::gil_scoped_acquire gil;
-          ends.empty() ? (*shared)(dy, x, later) : (*shared)(dy, x, later, ends);
-        };
-        set_weight_gradient_sink(weight, take, keeps);
-      },
-      py::arg("weight"), py::arg("sink"), py::arg("keeps") = true);
-  m.def(
-      "has_grouped_gemm",
-      [](const std::string& device_type) { return has_grouped_gemm(c10::Device(device_type).type()); },
-      py::arg("device_type"), "Whether such devices multiply for all experts of a rank in one launch.");
-  m.def(
-      "set_multiplies_groups",
-      [](const std::string& device_type, std::optional<bool> multiplies) {
-        set_multiplies_groups(c10::Device(device_type).type(), multiplies);
-      },
-      py::arg("device_type"), py::arg("multiplies"),
-      "Whether products of experts are one launch on such devices; None: if they are GPUs that have it.");
-  m.def(
-      "write_stack_gradient",
-      [](const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, const Ends& ends) {
-        write_stack(out, dy, x, ends, /*accumulate=*/false);
-      },
-      py::arg("out"), py::arg("dy"), py::arg("x"), py::arg("ends"),
-      "out[e] = dy^T x over the rows of matrix e, which end before ends[e]; zero where there are none.",
-      NoGil());
-  py::class_<WeightProduct, std::shared_ptr<WeightProduct>>(
-      m, "WeightProduct", "out = dy^T x, or out += dy^T x, in pieces under the waits of this thread.")
-      .def(py::init([](const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate) {
-             auto product = WeightProduct::make(out, accumulate, "linear weight gradient");
-             product->add(dy, x);
-             return product;
-           }),
-           py::arg("out"), py::arg("dy"), py::arg("x"), py::arg("accumulate"))
-      .def("finish", &WeightProduct::finish, NoGil());
-  py::class_<NewtonSchulz, std::shared_ptr<NewtonSchulz>>(
-      m, "NewtonSchulz", "A matrix made orthogonal: on the CPU in pieces, under the waits of this thread.")
-      .def(py::init(&NewtonSchulz::make), py::arg("matrix"))
-      .def("finish", &NewtonSchulz::finish, NoGil());
-  m.def("processor_key", &processor_key);
-  m.def("use_gemm_table",
-        [](std::vector<int64_t> rows, std::vector<int64_t> features, std::vector<std::vector<bool>> is_ours) {
-          use_gemm_table({std::move(rows), std::move(features), std::move(is_ours)});
-        });
-  m.def("use_gemm", &use_gemm, py::arg("ours"));
-  m.def("takes_own_gemm", [](const std::string& product, int64_t rows, int64_t k, int64_t n) {
-    return takes_ours(product_named(product), rows, k, n);
-  });
-  m.def("library_has_bf16", &library_has_bf16);
-  m.def("has_own_gemm", [] { return cpu::PackedMatrix::can_hold(at::empty({1, 1}, at::kBFloat16)); });
-  py::class_<WeightGemm>(m, "WeightGemm", "rows @ weight^T or rows @ weight, some rows at a time.")
-      .def(py::init<const at::Tensor&, bool, int64_t>(), py::arg("weight"), py::arg("transposed"),
-           py::arg("rows"))
-      .def(
-          "write",
-          [](const WeightGemm& gemm, const at::Tensor& out, const at::Tensor& rows, bool accumulate) {
-            gemm.write(out, rows, {}, accumulate);
-          },
-          py::arg("out"), py::arg("rows"), py::arg("accumulate"), NoGil());
-  py::class_<WeightGradientGemm>(m, "WeightGradientGemm", "dy^T x, some rows at a time.")
-      .def(py::init<const at::Tensor&, const at::Tensor&>(), py::arg("dy"), py::arg("x"))
-      .def("write", &WeightGradientGemm::write, py::arg("out"), py::arg("first"), py::arg("accumulate"),
-           NoGil())
-      .def("write_blocks", &WeightGradientGemm::write_blocks, py::arg("out"), py::arg("first"),
-           py::arg("step"), NoGil());
-}
-
-// Without the GIL: while a rank packs, its other threads take arriving chunks.
-void bind_compression(py::module_& m) {
-  m.def("quantized_bytes", &cpu::quantized_bytes, py::arg("count"), py::arg("bits"));
-  m.def("quantize", &pyruntime::quantize, py::arg("values"), py::arg("bits"), py::arg("packed"),
-        py::arg("residual"), py::arg("rounding"), NoGil());
-  m.def("dequantize", &pyruntime::dequantize, py::arg("packed"), py::arg("bits"), py::arg("out"),
-        py::arg("add"), NoGil());
-  m.def("quantization_errors", &cpu::quantization_errors, py::arg("values"), py::arg("bits"),
-        py::arg("residual"), NoGil());
-  m.def("top_k_bytes", &cpu::top_k_bytes, py::arg("k"));
-  m.def("top_k", &cpu::top_k, py::arg("values"), py::arg("k"), py::arg("packed"), py::arg("residual"),
-        NoGil());
-  m.def("top_k_errors", &cpu::top_k_errors, py::arg("values"), py::arg("ks"), py::arg("residual"), NoGil());
-  m.def("add_top_k", &cpu::add_top_k, py::arg("packed"), py::arg("out"), NoGil());
-  m.def("least_choices", &cpu::least_choices, py::arg("sizes"), py::arg("steps"), py::arg("levels"), NoGil());
-  m.def("fp8_bytes", &cpu::fp8_bytes, py::arg("width"));
-  m.def(
-      "why_no_compression", [](const std::string& device) { return why_no_compression(c10::Device(device)); },
-      py::arg("device"), NoGil());
-  m.def("pack_fp8", &pyruntime::pack_fp8, py::arg("values"), py::arg("packed"), NoGil());
-  m.def("unpack_fp8", &pyruntime::unpack_fp8, py::arg("packed"), py::arg("out"), NoGil());
-}
-
-// glibc returns large freed buffers to the system at once, and the next allocation page-faults them in again,
-// which costs a training step 5 to 15 % of its time. Raising both thresholds keeps them.
-bool keep_freed_memory() {
-#if defined(__GLIBC__)
-  constexpr int kKeep = 1 << 30;
-  return mallopt(M_MMAP_THRESHOLD, kKeep) == 1 && mallopt(M_TRIM_THRESHOLD, kKeep) == 1 &&
-         mallopt(M_TOP_PAD, 64 << 20) == 1;
-#else
-  return false;
-#endif
-}
-
-}  // namespace
 }  // namespace pyruntime
-
-PYBIND11_MODULE(_C, m) {
-  m.doc() = "The C++ core of pyruntime; its operators are in torch.ops.pyruntime.";
-  pyruntime::cpu::register_symmetric_memory();
-  pyruntime::bind_comm(m);
-  pyruntime::bind_data_parallel(m);
-  pyruntime::bind_compression(m);
-  m.def("keep_freed_memory", &pyruntime::keep_freed_memory);
-}
